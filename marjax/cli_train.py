@@ -1,0 +1,139 @@
+"""`marjax train`: options from the configuration classes, a progress report, and the trained model in compact form."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from marjax import checkpoint, mar
+from marjax.cli_options import add_fields, check_writable, image_shape, locate_model, with_options
+from marjax.compilation import Stopwatch
+from marjax.config import PRESETS, MARConfig, get_preset
+from marjax.data import ImageFolder, ImageSource, open_source
+from marjax.train import TrainConfig, train
+from marjax.types import MARParams, PyTree, cast_matrices
+
+DEFAULT_PRESET = "fashion_mnist"
+
+EXAMPLES = """examples:
+  marjax train --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --warmup-epochs 1 --ema-rate 0.999
+  marjax train --data photos/ --out runs/photos --img-size 32 --vae-embed-dim 3 --class-num 5 --flip
+  marjax train --data fashion-mnist/ --out runs/more --init-from fashion_mnist --lr 1e-4 --save-file more.safetensors
+
+The same command resumes a run that was interrupted; with more --epochs it prolongs one.
+"""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Adds `train` to the command line."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model, or resume",
+        description="Train a pixel-space model. The run's directory holds its state, metrics.jsonl, and the models "
+        "ema/ and raw/.",
+        epilog=EXAMPLES,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--data", required=True, help="directory of IDX files, or of one directory of images per class")
+    parser.add_argument("--out", required=True, help="directory of the run; made if missing, resumed if it has a run")
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--preset", help=f"model to start from: {', '.join(PRESETS)} (default: {DEFAULT_PRESET})")
+    base.add_argument("--init-from", metavar="MODEL", help="model whose configuration and weights to start from")
+    parser.add_argument("--save-file", metavar="FILE", help="also write the EMA model as one .safetensors file")
+    parser.add_argument(
+        "--save-dtype",
+        choices=checkpoint.DTYPES,
+        default="bfloat16",
+        help="of the matrices in that file (default: %(default)s)",
+    )
+    add_fields(parser, TrainConfig)
+    add_fields(parser, MARConfig, default="the preset's")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains as the command line says.
+
+    Raises:
+        ValueError, TypeError, OSError: on bad input, before anything is computed.
+        NonFiniteLossError: as `marjax.train.train`.
+    """
+    recipe = with_options(TrainConfig(), args)
+    initial = None if args.init_from is None else checkpoint.load(locate_model(args.init_from, None))
+    base = get_preset(args.preset or DEFAULT_PRESET) if initial is None else initial.config
+    if args.class_num not in (None, base.class_num):
+        base = dataclasses.replace(base, class_num=args.class_num, class_names=())  # those names were for other classes
+    config = with_options(base, args)
+    size, _, channels = image_shape(config)
+    source = open_source(args.data, split="train", img_size=size, channels=channels)
+    if args.class_names is None:
+        config = _named_classes(config, source)
+    if initial is not None:
+        initial = _trainable(initial, config)
+    if args.save_file is not None:
+        if Path(args.save_file).suffix != checkpoint.SUFFIX:
+            raise ValueError(f"--save-file {args.save_file}: the name must end in {checkpoint.SUFFIX}.")
+        check_writable(args.save_file)
+
+    provenance = {"command": shlex.join(["marjax", *args.argv])}
+    total = recipe.steps(recipe.epochs, len(source))
+    with Stopwatch() as watch, _progress(total) as progress:
+        model = train(config, recipe, source, args.out, init_from=initial, provenance=provenance, progress=progress)
+    facts = checkpoint.describe(Path(args.out, "ema")).provenance
+    spent = datetime.timedelta(seconds=round(watch.seconds))
+    print(f"{args.out}: at step {facts['step']} after {spent}, of which compilation {watch.compile_seconds:.1f} s")
+    if args.save_file is not None:
+        checkpoint.save_file(model, args.save_file, dtype=args.save_dtype, provenance=facts, overwrite=True)
+        print(f"{args.save_file}: the EMA model, matrices in {args.save_dtype}")
+
+
+def _named_classes(config: MARConfig, source: ImageSource) -> MARConfig:
+    """Class directories name the classes; IDX files only number them."""
+    if not isinstance(source, ImageFolder):
+        return config
+    names = source.class_names if source.num_classes == config.class_num else ()
+    return dataclasses.replace(config, class_names=names)
+
+
+def _trainable(initial: MARParams, config: MARConfig) -> MARParams:
+    """Weights in float32, checked to be those of a model of configuration `config`."""
+    expected = jax.eval_shape(functools.partial(mar.init, config), jax.random.key(0))
+    if _shapes(expected) != _shapes(initial.mar):
+        raise ValueError(
+            "--init-from: the weights do not fit the options that change the model's shape; leave these out."
+        )
+    # A compact file holds its matrices in bfloat16.
+    return initial.replace(mar=cast_matrices(initial.mar, jnp.float32), config=config)
+
+
+def _shapes(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.shape, params)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A function that reports a line of metrics: as a bar on a terminal, as lines elsewhere."""
+    from tqdm import tqdm
+
+    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps{postfix}"
+    with tqdm(total=total, bar_format=layout, disable=None) as bar:
+
+        def report(metrics: dict[str, float]) -> None:
+            left = datetime.timedelta(seconds=round(metrics["eta_s"]))
+            text = f"loss {metrics['loss']:.4f}, {metrics['images_per_s']:.3g} images/s, {left} left"
+            if bar.disable:
+                print(f"step {metrics['step']}/{total}: {text}", file=sys.stderr, flush=True)
+            else:
+                bar.set_postfix_str(text, refresh=False)
+                bar.update(metrics["step"] - bar.n)
+
+        yield report

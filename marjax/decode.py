@@ -1,0 +1,181 @@
+"""The decode loop, in generation order: one `lax.scan` per segment of the plan, no data-dependent shape.
+
+    1. each image's sequence is permuted once into the order in which its tokens are generated; position embeddings
+       follow by one gather
+    2. then, for every image at once, tokens known at a step are the prefix [0, n) and tokens predicted at it are
+       [n, n + p), with n and p from the plan
+    3. a step: the token policy computes the decoder's output for the predicted tokens, the diffusion head samples
+       them, and they are written behind the prefix
+    4. steps of a segment share static sizes; rows of padding are computed and overwritten by the steps that follow
+    5. the inverse permutation is applied once, at the end
+
+The token buffer is S + max P long, because a slice update that would run over the end is moved, not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from marjax import diffusion, diffusion_head, mar
+from marjax.accel.base import Accel, StepInput
+from marjax.config import MARConfig
+from marjax.diffusion import NoiseSchedule
+from marjax.layers import dense
+from marjax.schedule import Rows, Segment
+from marjax.types import Array, PyTree
+
+Noise = Callable[[Array, int], Array]
+
+
+@struct.dataclass
+class DecodeState:
+    """What the loop carries.
+
+    Attributes:
+        tokens: [B, S + max P, D] float32, in generation order.
+        cache: the token policy's.
+    """
+
+    tokens: Array
+    cache: PyTree
+
+
+def decode(
+    params: PyTree,
+    config: MARConfig,
+    segments: tuple[Segment, ...],
+    rows: tuple[Rows, ...],
+    *,
+    accel: Accel,
+    order: Array,
+    class_emb: Array,
+    noise: Noise,
+    guidance: Callable[[Rows], Array] | None,
+    temperature: float | Array,
+    noise_schedule: NoiseSchedule,
+) -> Array:
+    """Generates the tokens of a batch.
+
+    Args:
+        params: `mar.init`'s tree, kernels in the compute dtype.
+        config: the model's configuration.
+        segments: the plan's static sizes.
+        rows: the plan's per-step numbers, one entry per segment.
+        accel: the cache policies.
+        order: [B, S] int32, image position of each token in generation order.
+        class_emb: [B, E]; guided, [2 B, E]: conditional rows, then unconditional ones.
+        noise: (first generation index, count P) -> [T + 1, B * P, D] standard normal for those tokens.
+        guidance: per-step rows -> guidance scale; None without guidance.
+        temperature: see `diffusion.sample`.
+        noise_schedule: the diffusion steps of the head.
+
+    Returns:
+        [B, S, D] float32 tokens in image order.
+    """
+    batch, seq_len = order.shape
+    positions = mar.gather_positions(params, config, order)
+    head = diffusion_head.unstack(params["diffloss"])
+    time = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule.timestep_map))  # [T, W]
+
+    def sample_tokens(z: Array, step: Rows, num_predicted: int) -> Array:
+        """Z [R, P, E] -> tokens [B, P, D]."""
+        cond = dense(head["cond_embed"], z.reshape(-1, z.shape[-1]))
+
+        def denoise(x: Array, row: Array) -> tuple[Array, Array]:
+            eps, v = jnp.split(diffusion_head.apply(head, x, time[row], cond), 2, axis=-1)
+            if guidance is None:
+                return eps, v
+            # Only the conditional half's variance is ever used: both halves go on from its sample.
+            (eps_c, eps_u), (v_c, _) = jnp.split(eps, 2), jnp.split(v, 2)
+            return eps_u + guidance(step) * (eps_c - eps_u), v_c
+
+        tokens = diffusion.sample(
+            denoise,
+            noise(step.num_known, num_predicted),
+            noise_schedule,
+            temperature=temperature,
+            clip_denoised=config.clip_denoised,
+        )
+        return tokens.reshape(batch, num_predicted, -1)
+
+    def make_step(segment: Segment):
+        def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, None]:
+            view = StepInput(
+                params=params,
+                tokens=state.tokens,
+                class_emb=class_emb,
+                positions=positions,
+                rows=step_rows,
+                config=config,
+                segment=segment,
+            )
+            cache, x = accel.tokens.apply(state.cache, view)
+            z = mar.condition(params, x, view.predicted(positions.diffusion))
+            new = sample_tokens(z, step_rows, segment.predicted)
+            tokens = lax.dynamic_update_slice(state.tokens, new, (0, step_rows.num_known, 0))
+            return DecodeState(tokens=tokens, cache=cache), None
+
+        return step
+
+    room = seq_len + max(segment.predicted for segment in segments)
+    state = DecodeState(
+        tokens=jnp.zeros((batch, room, config.token_dim), jnp.float32),
+        cache=accel.tokens.init(config, class_emb.shape[0], params["z_proj"]["kernel"].dtype),
+    )
+    for segment, segment_rows in zip(segments, rows, strict=True):
+        state, _ = lax.scan(make_step(segment), state, segment_rows)
+    return to_image_order(state.tokens[:, :seq_len], order)
+
+
+def to_image_order(tokens: Array, order: Array) -> Array:
+    """[B, S, D] tokens in generation order -> image order."""
+    return jnp.take_along_axis(tokens, jnp.argsort(order, axis=1)[..., None], axis=1)
+
+
+def image_keys(rng: Array, indices: Array) -> Array:
+    """[B] keys, one per image: they depend on (rng, index) alone."""
+    return jax.vmap(lambda index: jax.random.fold_in(rng, index))(indices)
+
+
+def random_order(keys: Array, seq_len: int) -> Array:
+    """[B] image keys -> [B, S] int32 random generation orders."""
+    return jax.vmap(lambda key: jax.random.permutation(jax.random.fold_in(key, 0), seq_len))(keys).astype(jnp.int32)
+
+
+def random_noise(keys: Array, num_sampling_steps: int, token_dim: int) -> Noise:
+    """Noise that depends on (image key, generation index) alone.
+
+    Args:
+        keys: [B] image keys.
+        num_sampling_steps: T.
+        token_dim: D.
+    """
+
+    def token_noise(key: Array, index: Array) -> Array:
+        token_key = jax.random.fold_in(jax.random.fold_in(key, 1), index)
+        return jax.random.normal(token_key, (num_sampling_steps + 1, token_dim))
+
+    def noise(start: Array, count: int) -> Array:
+        per_image = jax.vmap(jax.vmap(token_noise, (None, 0)), (0, None))
+        return _time_major(per_image(keys, start + jnp.arange(count)))
+
+    return noise
+
+
+def recorded_noise(array: Array) -> Noise:
+    """Noise from an array [B, S, T + 1, D] in generation order, to replay another run."""
+
+    def noise(start: Array, count: int) -> Array:
+        return _time_major(jnp.take(array, start + jnp.arange(count), axis=1, mode="clip"))
+
+    return noise
+
+
+def _time_major(noise_bptd: Array) -> Array:
+    b, p, t, d = noise_bptd.shape
+    return noise_bptd.transpose(2, 0, 1, 3).reshape(t, b * p, d)

@@ -1,0 +1,144 @@
+"""Writing to disk so that nothing is ever half-written.
+
+Files and directories are built under a temporary name beside their target, flushed to disk, and renamed into place: a
+reader sees the old content or the new, and an interrupted writer leaves the target as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space or write elsewhere",
+    errno.EDQUOT: "the disk quota is used up; free some space or write elsewhere",
+    errno.EFBIG: "the file is too large for this file system; write elsewhere",
+    errno.EIO: "the disk reported an error; check it or write elsewhere",
+    errno.EACCES: "permission denied; change the permissions of its folder or write elsewhere",
+    errno.EPERM: "the operation is not permitted; change the permissions of its folder or write elsewhere",
+    errno.EROFS: "the file system is read-only; write elsewhere",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.ENOTEMPTY: "a folder of that name appeared meanwhile; choose another",
+}
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Context manager that replaces the file `path` when its block ends, and only then.
+
+    Args:
+        path: the file to write. An existing file is replaced; a symbolic link is followed.
+
+    Yields:
+        The temporary file to write instead: empty, in the same folder, with the same suffix. If the block raises, it
+        is removed and `path` stays as it was.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist.
+        IsADirectoryError, FileExistsError: if `path` is a folder, or something else that is not a regular file.
+        OSError: (PermissionError, ...) if the disk refuses; the message names `path` and says what to do. Errors of
+            the block about other files pass unchanged.
+    """
+    target, temporary = _beside(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"Cannot write {path}: it is a folder; give the name of a file.")
+    if target.exists() and not target.is_file():
+        raise FileExistsError(f"Cannot write {path}: it is not a regular file; choose another name.")
+    with _named_errors(path, target, temporary):
+        try:
+            temporary.touch()  # an unwritable folder is reported before the block's work, not after
+            yield temporary
+            _flush(temporary)
+            temporary.replace(target)
+            _flush(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_dir(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Context manager that makes the directory `path` appear, complete, when its block ends.
+
+    Args:
+        path: the directory to write.
+        overwrite: replace an existing directory, with everything in it. A directory cannot be swapped in one portable
+            step, so the old one is renamed aside just before the new one takes its name, and removed after that: at
+            every moment at least one of the two is complete on disk. With False, an existing `path` is refused.
+
+    Yields:
+        The temporary directory to fill instead: empty, in the same parent. If the block raises, it is removed and
+        `path` stays as it was.
+
+    Raises:
+        FileNotFoundError: if the parent folder does not exist.
+        FileExistsError: if `path` exists and `overwrite` is False.
+        NotADirectoryError: if `path` exists and is not a directory.
+        OSError: as for `atomic_write`.
+    """
+    target, temporary = _beside(path)
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"Cannot write {path}: it exists and is not a folder; choose another name.")
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"Cannot write {path}: it exists; choose another name or ask to overwrite it.")
+    with _named_errors(path, target, temporary):
+        try:
+            temporary.mkdir()
+            yield temporary
+            for folder, _, files in os.walk(temporary):
+                for name in (*files, "."):
+                    _flush(Path(folder, name))
+            _swap(temporary, target)
+            _flush(target.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The file that `path` means once links are followed, and a fresh name in the same folder."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        what = "is not a folder" if target.parent.exists() else "does not exist"
+        raise FileNotFoundError(f"Cannot write {path}: {target.parent} {what}; create that folder first.")
+    return target, target.with_name(f".tmp-{secrets.token_hex(6)}{target.suffix}")
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)
+        return
+    old = target.with_name(f"{temporary.name}-old")
+    target.rename(old)
+    try:
+        temporary.rename(target)
+    finally:
+        if not target.exists():
+            old.rename(target)
+    shutil.rmtree(old)
+
+
+def _flush(path: Path) -> None:
+    """Forces a file's content, or a directory's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named_errors(path: str | os.PathLike[str], target: Path, temporary: Path) -> Iterator[None]:
+    """Re-raises what the disk says about our files, or about no file in particular, as one sentence about `path`."""
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename or temporary)
+        if error.errno not in _ADVICE or not (name == str(target) or name.startswith(str(temporary))):
+            raise
+        named = type(error)(f"Cannot write {path}: {_ADVICE[error.errno]}.")
+        named.errno = error.errno
+        raise named from error

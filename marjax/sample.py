@@ -1,0 +1,373 @@
+"""Sampling: check the arguments, plan, run the decode loop on every device, turn tokens into images.
+
+    labels, indices ──> batches of one static shape ──> shard_map(decode) ──> latents ──> codec ──> images
+
+Image j of a call is a function of (rng, indices[j], label) and the sampling options: neither the batch it is in nor
+the number of devices matters, beyond float32 rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import shard_map
+from jax.sharding import Mesh, PartitionSpec
+
+from marjax import codec, decode, diffusion, mar
+from marjax.accel import Accel, resolve
+from marjax.config import CFG_SCHEDULES, MARConfig
+from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
+from marjax.types import Array, MARParams, PyTree, cast_matrices
+
+DEFAULT_BATCH_SIZE = 64
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Everything of a sampling call that is fixed in the compiled program."""
+
+    config: MARConfig
+    segments: tuple[Segment, ...]
+    accel: Accel
+    guided: bool
+    cfg_schedule: str
+    num_sampling_steps: str
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Arrays of a sampling call; the per-image ones have length B, or are None."""
+
+    labels: Array | None
+    indices: Array
+    order: Array | None
+    noise: Array | None
+
+    def batch(self, select: np.ndarray) -> tuple[Array | None, ...]:
+        parts = (self.labels, self.indices, self.order, self.noise)
+        return tuple(None if part is None else part[select] for part in parts)
+
+
+def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
+    """Generates images.
+
+    Args:
+        params: the model.
+        rng: a JAX PRNG key.
+        labels: [B] class indices in [0, class_num), or None for unconditional images.
+        **options: as for `sample_latents`.
+
+    Returns:
+        [B, H, W, C] float32 images in [0, 1].
+
+    Raises:
+        ValueError, TypeError: as `sample_latents`; also if a latent model comes without its autoencoder.
+    """
+    if params.config.vae is not None and params.vae is None:
+        raise ValueError("This model generates latents and carries no autoencoder; use sample_latents.")
+    latents = sample_latents(params, rng, labels, **options)
+    return codec.latents_to_images(params.config, params.vae, latents)
+
+
+def sample_latents(
+    params: MARParams,
+    rng: Array,
+    labels: Any,
+    *,
+    accel: str | Accel = "none",
+    num_iter: int = 64,
+    cfg: float | Array | None = None,
+    cfg_schedule: str | None = None,
+    temperature: float | Array | None = None,
+    num_sampling_steps: int | str | None = None,
+    dtype: str | None = None,
+    order: Any = "random",
+    noise: Any = None,
+    batch_size: int | None = None,
+    indices: Any = None,
+    progress: Callable[[int], None] | None = None,
+) -> Array:
+    """Generates latents (reference `MAR.sample_tokens`).
+
+    A change of seed, labels, cfg (other than to or from 1.0) or temperature does not recompile. The function also
+    works inside a user's own `jax.jit`, with traced labels; what depends on values is then not checked.
+
+    Args:
+        params: the model.
+        rng: a JAX PRNG key.
+        labels: [B] class indices in [0, class_num), or None for unconditional images.
+        accel: name of an acceleration, or an `Accel`.
+        num_iter: decode steps, in [1, S].
+        cfg: guidance scale, finite and >= 0; 1.0 is no guidance and half the work. None: the model's default (1.0
+            without labels).
+        cfg_schedule: "linear" (from about 1 to `cfg` over the decode) or "constant". None: the model's default.
+        temperature: scale of the noise added while sampling a token, finite and >= 0. None: the model's default.
+        num_sampling_steps: diffusion steps per token: 100, "100", "a,b,c" or "ddimN". None: the model's default.
+        dtype: compute dtype, "float32" or "bfloat16". None: bfloat16 on accelerators, float32 on CPU.
+        order: "random", or [S] or [B, S] permutations: image positions (row-major) in the order of generation.
+        noise: None, or a recorded [B, S, T + 1, D] array in generation order (initial noise first, then the draw of
+            each diffusion step from the last to the first).
+        batch_size: images computed at once (default: all, at most 64). With `labels=None` and no `indices`, the
+            number of images.
+        indices: [B] non-negative integers that name the images: together with `rng` they determine orders and
+            noise. Default 0..B-1.
+        progress: called after each batch with the number of images done so far.
+
+    Returns:
+        [B, h, w, c] float32 latents.
+
+    Raises:
+        ValueError: if an argument is out of range or shapes disagree, or if the weights give non-finite latents.
+        TypeError: if labels or indices are not integers.
+    """
+    config = params.config
+    inputs = _check_inputs(config, labels, indices, order, noise, batch_size)
+    cfg, guided = _check_cfg(config, cfg, inputs.labels is not None)
+    temperature = _check_scale("temperature", config.temperature if temperature is None else temperature)
+    cfg_schedule = config.cfg_schedule if cfg_schedule is None else cfg_schedule
+    if cfg_schedule not in CFG_SCHEDULES:
+        raise ValueError(f"cfg_schedule={cfg_schedule!r} must be one of {', '.join(CFG_SCHEDULES)}.")
+    steps = config.num_sampling_steps if num_sampling_steps is None else str(num_sampling_steps)
+    num_steps = diffusion.noise_schedule(steps).num_steps
+    expected = (len(inputs.indices), config.seq_len, num_steps + 1, config.token_dim)
+    if inputs.noise is not None and inputs.noise.shape != expected:
+        raise ValueError(f"noise has shape {inputs.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
+
+    plan = plan_for(config, num_iter, num_steps)
+    static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, _check_dtype(dtype))
+    total = len(inputs.indices)
+    size = min(total, DEFAULT_BATCH_SIZE) if batch_size is None else min(total, batch_size)
+    latents = []
+    for start in range(0, total, size):
+        # The last batch is filled up with copies of its last image, so that every batch has one shape.
+        select = np.minimum(np.arange(start, start + size), total - 1)
+        batch = _run(static, params.mar, rng, *inputs.batch(select), plan.rows, cfg, temperature)
+        latents.append(batch[: total - start])
+        if not isinstance(batch, jax.core.Tracer) and not bool(jnp.isfinite(latents[-1]).all()):
+            raise ValueError(
+                "The model generated non-finite latents; its weights hold NaN or infinite values, or are too large "
+                f"for dtype {static.dtype}. Check the checkpoint, or use dtype='float32'."
+            )
+        if progress is not None:
+            progress(min(start + size, total))
+    return jnp.concatenate(latents) if len(latents) > 1 else latents[0]
+
+
+def plan_for(config: MARConfig, num_iter: int, num_steps: int) -> Plan:
+    """The decode plan of a model with `num_steps` diffusion steps per token; its cost counts multiply-adds."""
+    if not isinstance(num_iter, int | np.integer) or not 1 <= num_iter <= config.seq_len:
+        raise ValueError(f"num_iter={num_iter!r} must be an integer in [1, {config.seq_len}], the sequence length.")
+    return make_plan(config.seq_len, int(num_iter), step_cost(config, num_steps))
+
+
+def step_cost(config: MARConfig, num_steps: int) -> Cost:
+    """(K, P) -> multiply-adds per image of one exact decode step with that room."""
+
+    def stack(tokens, dim: int, depth: int):
+        tokens = np.asarray(tokens, np.float64)  # the products overflow int32
+        return depth * tokens * ((4 + 2 * config.mlp_ratio) * dim**2 + 2 * tokens * dim)
+
+    width = config.diffloss_w
+    head = float(num_steps) * (config.diffloss_d * 5 * width**2 + 2 * width**2)
+    decoder = stack(config.buffer_size + config.seq_len, config.decoder_embed_dim, config.decoder_depth)
+
+    def cost(known: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        encoder = stack(config.buffer_size + known, config.encoder_embed_dim, config.encoder_depth)
+        return encoder + decoder + predicted * head
+
+    return cost
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(
+    static: _Static,
+    params: PyTree,
+    rng: Array,
+    labels: Array | None,
+    indices: Array,
+    order: Array | None,
+    noise: Array | None,
+    rows: tuple[Rows, ...],
+    cfg: Array,
+    temperature: Array,
+) -> Array:
+    """One batch of latents, split over the local devices."""
+    devices = jax.local_devices()
+    shared, split = PartitionSpec(), PartitionSpec("batch")
+    size = indices.shape[0]
+    padded = np.minimum(np.arange(math.ceil(size / len(devices)) * len(devices)), size - 1)
+    per_image = tuple(None if part is None else part[padded] for part in (labels, indices, order, noise))
+    tokens = shard_map(
+        functools.partial(_generate, static),
+        mesh=Mesh(np.array(devices), ("batch",)),
+        in_specs=(shared, shared, split, split, split, split, shared, shared, shared),
+        out_specs=split,
+        check_vma=False,
+    )(params, rng, *per_image, rows, cfg, temperature)
+    return codec.unpatchify(tokens[:size], static.config.patch_size)
+
+
+def _generate(
+    static: _Static,
+    params: PyTree,
+    rng: Array,
+    labels: Array | None,
+    indices: Array,
+    order: Array | None,
+    noise: Array | None,
+    rows: tuple[Rows, ...],
+    cfg: Array,
+    temperature: Array,
+) -> Array:
+    """One device's share of a batch: [B, S, D] tokens in image order."""
+    config = static.config
+    params = cast_matrices(params, DTYPES[static.dtype])
+    noise_schedule = diffusion.noise_schedule(static.num_sampling_steps)
+    batch = indices.shape[0]
+    keys = decode.image_keys(rng, indices)
+    class_emb = mar.class_embedding(params, labels, batch)
+    if static.guided:
+        class_emb = jnp.concatenate([class_emb, mar.class_embedding(params, None, batch)])
+    return decode.decode(
+        params,
+        config,
+        static.segments,
+        rows,
+        accel=static.accel,
+        order=decode.random_order(keys, config.seq_len) if order is None else order,
+        class_emb=class_emb,
+        noise=decode.random_noise(keys, noise_schedule.num_steps, config.token_dim)
+        if noise is None
+        else decode.recorded_noise(noise),
+        guidance=(lambda step: step.guidance(cfg, static.cfg_schedule)) if static.guided else None,
+        temperature=temperature,
+        noise_schedule=noise_schedule,
+    )
+
+
+def _check_inputs(
+    config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, batch_size: int | None
+) -> _Inputs:
+    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
+        raise ValueError(f"batch_size={batch_size!r} must be a positive integer.")
+    if labels is not None:
+        labels = _integers("labels", labels)
+        _check_range("labels", labels, config.class_num)
+    if indices is not None:
+        indices = _integers("indices", indices)
+        _check_range("indices", indices, None)
+    if labels is None and indices is None and batch_size is None:
+        raise ValueError("labels=None needs batch_size (how many images) or indices.")
+    total = len(labels) if labels is not None else len(indices) if indices is not None else batch_size
+    if indices is None:
+        indices = jnp.arange(total, dtype=jnp.int32)
+    if len(indices) != total:
+        raise ValueError(f"indices has {len(indices)} entries for {total} labels; give one index per image.")
+    return _Inputs(
+        labels=labels,
+        indices=indices,
+        order=_check_order(order, total, config.seq_len),
+        noise=None if noise is None else jnp.asarray(noise, jnp.float32),
+    )
+
+
+def _integers(name: str, values: Any) -> Array:
+    """A non-empty 1-D int32 array."""
+    try:
+        array = values if isinstance(values, jax.Array) else np.asarray(values)
+    except ValueError as error:
+        raise TypeError(f"{name}={values!r} must be a list of integers.") from error
+    if array.ndim != 1 or array.shape[0] == 0:
+        raise ValueError(f"{name} must be a non-empty list or 1-D array of integers, got shape {array.shape}.")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {array.dtype}.")
+    if not isinstance(array, jax.Array):
+        limits = np.iinfo(np.int32)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(f"{name} must fit 32 bits, got {array.min()} to {array.max()}.")
+    return jnp.asarray(array, jnp.int32)
+
+
+def _check_range(name: str, array: Array, stop: int | None) -> None:
+    if isinstance(array, jax.core.Tracer):
+        return
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or (stop is not None and high >= stop):
+        value = low if low < 0 else high
+        raise ValueError(f"{name} holds {value}; expected {'integers >= 0' if stop is None else f'0 to {stop - 1}'}.")
+
+
+def _check_order(order: Any, total: int, seq_len: int) -> Array | None:
+    if isinstance(order, str):
+        if order != "random":
+            raise ValueError(f"order={order!r} must be 'random' or an array of permutations.")
+        return None
+    order = order if isinstance(order, jax.Array) else np.asarray(order)
+    if order.shape not in ((seq_len,), (total, seq_len)) or not jnp.issubdtype(order.dtype, jnp.integer):
+        raise ValueError(
+            f"order is {order.dtype}{list(order.shape)}; expected integers, [{seq_len}] or [{total}, {seq_len}]."
+        )
+    if not isinstance(order, jax.core.Tracer):
+        wrong = np.flatnonzero((np.sort(np.atleast_2d(order), axis=1) != np.arange(seq_len)).any(axis=1))
+        if wrong.size:
+            raise ValueError(f"order row {wrong[0]} is not a permutation of 0 to {seq_len - 1}.")
+    return jnp.broadcast_to(jnp.asarray(order, jnp.int32), (total, seq_len))
+
+
+def _check_cfg(config: MARConfig, cfg: float | Array | None, conditional: bool) -> tuple[Array, bool]:
+    """The guidance scale, and whether there is any guidance."""
+    if not conditional:
+        if cfg is not None and (isinstance(cfg, jax.core.Tracer) or float(cfg) != 1.0):
+            raise ValueError(f"cfg={cfg} needs labels: unconditional images have nothing to be guided by.")
+        return jnp.float32(1.0), False
+    cfg = _check_scale("cfg", config.cfg if cfg is None else cfg)
+    return cfg, isinstance(cfg, jax.core.Tracer) or float(cfg) != 1.0
+
+
+def _check_scale(name: str, value: float | Array) -> Array:
+    """A finite float32 scalar >= 0."""
+    if not isinstance(value, jax.core.Tracer):
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}={value!r} must be a number.") from error
+        if not math.isfinite(number) or number < 0:
+            raise ValueError(f"{name}={value} must be finite and >= 0.")
+    return jnp.asarray(value, jnp.float32)
+
+
+def _check_dtype(dtype: str | None) -> str:
+    if dtype is None:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(DTYPES)}.")
+    return name
+
+
+def label_list(class_names: Sequence[str], class_num: int, text: str) -> list[int]:
+    """Labels from a comma-separated list of class names and numbers, or "all".
+
+    Raises:
+        ValueError: if an entry is neither; the message lists the names.
+    """
+    if text.strip() == "all":
+        return list(range(class_num))
+    lookup = {name.lower(): index for index, name in enumerate(class_names)}
+    labels = []
+    for entry in (part.strip() for part in text.split(",")):
+        label = lookup.get(entry.lower(), int(entry) if entry.isdecimal() else -1)
+        if not 0 <= label < class_num:
+            names = f" or one of {', '.join(class_names)}" if class_names else ""
+            raise ValueError(f"Unknown label {entry!r}; expected a number from 0 to {class_num - 1}{names}.")
+        labels.append(label)
+    return labels

@@ -1,0 +1,155 @@
+"""The decode plan: how many tokens each step predicts, and which steps share a compiled body; numpy, before tracing.
+
+Everything about the schedule depends on (sequence length, num_iter, known tokens at the start), never on data:
+
+    1. `step_counts`: tokens known before each step, by the reference's cosine rule
+    2. `make_plan`: consecutive steps grouped into segments; a segment has static sizes that cover its steps (room for
+       known tokens, tokens predicted at most) and per-step rows of traced numbers
+    3. the grouping minimises cost, each further body paying for its compilation; at most `MAX_BODIES`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from flax import struct
+
+MAX_BODIES = 8  # compiled loop bodies per plan
+BODY_COST = 0.02  # what one more body must save, as a share of the whole decode
+
+Cost = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Static sizes of a run of steps that share one compiled body.
+
+    Attributes:
+        num_steps: steps in the run.
+        known: K, known tokens the encoder has room for.
+        predicted: P, tokens predicted at most in a step.
+    """
+
+    num_steps: int
+    known: int
+    predicted: int
+
+
+@struct.dataclass
+class Rows:
+    """Per-step numbers, traced; each an array [steps] in a plan and a scalar inside the loop.
+
+    Attributes:
+        num_known: tokens known before the step, int32. Tokens [num_known, num_known + num_predicted) are predicted.
+        num_predicted: tokens predicted in the step, int32.
+        progress: (S - mask_len) / S, float32: the share of the sequence that linear guidance has gone through.
+    """
+
+    num_known: np.ndarray
+    num_predicted: np.ndarray
+    progress: np.ndarray
+
+    def guidance(self, cfg, cfg_schedule: str):
+        """Guidance scale of each step: `cfg`, reached linearly or held constant (reference `cfg_iter`)."""
+        return 1.0 + (cfg - 1.0) * self.progress if cfg_schedule == "linear" else cfg + 0.0 * self.progress
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Segments in order, and the rows of each.
+
+    Attributes:
+        segments: static sizes; hashable, so they can be a static argument of a jitted function.
+        rows: per-step numbers of each segment.
+    """
+
+    segments: tuple[Segment, ...]
+    rows: tuple[Rows, ...]
+
+
+def step_counts(seq_len: int, num_iter: int, num_known: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Token counts of each step (reference `sample_tokens`; with known tokens, the same rule over the rest).
+
+    Args:
+        seq_len: S, at least 1.
+        num_iter: steps, in [1, S - num_known].
+        num_known: tokens known before the first step, in [0, S).
+
+    Returns:
+        known [num_iter + 1] int32: tokens known before each step, then S.
+        mask_len [num_iter] int32: tokens the reference's rule leaves masked after each step. It is 1 at the last
+        step, which predicts all the same whatever remains.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len} must be at least 1.")
+    if not 0 <= num_known < seq_len:
+        raise ValueError(f"num_known={num_known} must lie in [0, seq_len={seq_len}).")
+    unknown = seq_len - num_known
+    if not 1 <= num_iter <= unknown:
+        raise ValueError(f"num_iter={num_iter} must lie in [1, {unknown}], the number of tokens to generate.")
+    left, known, mask_lens = unknown, [num_known], []
+    for step in range(num_iter):
+        ratio = math.cos(math.pi / 2 * (step + 1) / num_iter)
+        mask_len = max(1, min(left - 1, math.floor(unknown * ratio)))
+        left = mask_len if step + 1 < num_iter else 0
+        mask_lens.append(mask_len)
+        known.append(seq_len - left)
+    return np.array(known, np.int32), np.array(mask_lens, np.int32)
+
+
+def make_plan(seq_len: int, num_iter: int, cost: Cost, num_known: int = 0) -> Plan:
+    """The plan of a decode.
+
+    Args:
+        seq_len: S, at least 1.
+        num_iter: steps, in [1, S - num_known].
+        cost: (K, P) -> relative cost of one step with that room, elementwise over arrays.
+        num_known: tokens known before the first step, in [0, S).
+
+    Raises:
+        ValueError: as `step_counts`.
+    """
+    known, mask_len = step_counts(seq_len, num_iter, num_known)
+    rows = Rows(
+        num_known=known[:-1],
+        num_predicted=np.diff(known),
+        progress=((seq_len - mask_len) / seq_len).astype(np.float32),
+    )
+    bounds = _boundaries(rows.num_known, rows.num_predicted, cost)
+    pieces = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return Plan(
+        segments=tuple(
+            Segment(p.stop - p.start, int(rows.num_known[p].max()), int(rows.num_predicted[p].max())) for p in pieces
+        ),
+        rows=tuple(Rows(rows.num_known[p], rows.num_predicted[p], rows.progress[p]) for p in pieces),
+    )
+
+
+def _boundaries(known: np.ndarray, predicted: np.ndarray, cost: Cost) -> list[int]:
+    """Cheapest grouping of consecutive steps, by dynamic programming: 0 = b_0 < b_1 < ... = steps."""
+    steps = len(known)
+    # total[i, j]: cost of steps i..j as one segment; known is ascending, so its maximum is the last.
+    longest = np.array([np.maximum.accumulate(np.where(np.arange(steps) >= i, predicted, 0)) for i in range(steps)])
+    lengths = np.arange(steps)[None] - np.arange(steps)[:, None] + 1
+    total = np.where(lengths > 0, lengths * cost(np.broadcast_to(known, longest.shape), longest), np.inf)
+    extra = BODY_COST * total[0, -1]
+
+    best, choice = total[0] + extra, [np.zeros(steps, int)]  # best[j]: cheapest cover of steps 0..j
+    costs = [best[-1]]
+    for _ in range(min(MAX_BODIES, steps) - 1):
+        # Cover 0..i-1 as before, then one segment i..j.
+        candidates = np.concatenate([[np.inf], best[:-1]])[:, None] + total + extra
+        choice.append(candidates.argmin(axis=0))
+        best = candidates.min(axis=0)
+        costs.append(best[-1])
+    bounds = [steps]
+    for layer in range(int(np.argmin(costs)), -1, -1):
+        bounds.append(int(choice[layer][bounds[-1] - 1]))
+    return bounds[::-1]

@@ -1,0 +1,93 @@
+"""What holds for the package as a whole: a light import, one direction of imports, small files, one version."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import marjax
+from marjax.version import __version__
+
+PACKAGE = Path(marjax.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+# A module may import those to its left; those in a subpackage count as the subpackage.
+ORDER = (
+    *("version", "files", "config", "types", "header"),
+    *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
+    *("schedule", "kernels", "accel", "decode", "sample"),
+    *("checkpoint", "convert", "convert_vae", "data", "images", "objective", "optimizer", "metrics", "train"),
+    *("compilation", "cli_options", "cli_sample", "cli_eval", "cli_train", "cli", "__init__", "__main__"),
+)
+MAX_LINES = 400
+
+
+def unit(path: Path) -> str:
+    """The name in ORDER that a source file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Full names of the modules, or members of modules, that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imports(path: Path) -> list[str]:
+    """All imports of a file, those inside functions too."""
+    return [name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in imported(node)]
+
+
+def test_import_is_light():
+    script = """
+import json, sys, time
+import jax, jax.numpy, flax.linen
+before, start = set(sys.modules), time.perf_counter()
+import marjax
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted({name.split(".")[0] for name in set(sys.modules) - before})]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seconds, packages = json.loads(done.stdout)
+    print(f"import marjax takes {seconds:.2f} s after jax and flax")
+    assert not {"torch", "matplotlib", "orbax", "tensorstore", "scipy", "PIL", "pandas"} & set(packages)
+
+
+def test_version():
+    assert tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["version"] == __version__
+
+
+def test_package_data():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_sources_are_found():
+    assert {"config", "mar", "checkpoint"} <= {unit(path) for path in SOURCES}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_source_file(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    names, own = imports(path), unit(path)
+    assert "marjax" not in names and not [name for name in names if name.split(".")[0] == "torch"]
+    inner = {name.split(".")[1] for name in names if name.startswith("marjax.")} - {own}
+    assert not {own, *inner} - set(ORDER), "give every module its place in ORDER"
+    wrong = {name for name in inner if ORDER.index(name) >= ORDER.index(own)}
+    assert not wrong, f"{own} must not import {', '.join(sorted(wrong))}, to its right in ORDER"
+
+
+def test_no_relative_imports():
+    for path in SOURCES:
+        levels = [node.level for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert not any(levels), f"{path.name} imports relatively, which the check of directions would not see"
