@@ -3,7 +3,10 @@
 from marjax.accel import Accel
 from marjax.checkpoint import CheckpointError, load, save, save_file
 from marjax.config import PRESETS, MARConfig, VAEConfig, get_preset
+from marjax.objective import Objective
+from marjax.optimizer import OptimizerConfig
 from marjax.sample import sample, sample_latents
+from marjax.train import NonFiniteLossError, TrainConfig, train
 from marjax.types import MARParams
 from marjax.version import __version__
 
@@ -13,6 +16,10 @@ __all__ = [
     "CheckpointError",
     "MARConfig",
     "MARParams",
+    "NonFiniteLossError",
+    "Objective",
+    "OptimizerConfig",
+    "TrainConfig",
     "VAEConfig",
     "__version__",
     "get_preset",
@@ -21,4 +28,5 @@ __all__ = [
     "sample_latents",
     "save",
     "save_file",
+    "train",
 ]

@@ -218,6 +218,7 @@ PRESETS: dict[str, MARConfig] = {
         diffloss_d=3,
         diffloss_w=192,
         clip_denoised=True,
+        num_sampling_steps="50",
         cfg=2.0,
         class_names=FASHION_MNIST_CLASSES,
     ),

@@ -98,7 +98,10 @@ def decay_mask(params: PyTree) -> PyTree:
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Gradient clipping, then AdamW or Muon with the reference's decay groups."""
+    """Gradient clipping, then AdamW with the reference's decay groups, or Muon.
+
+    Muon decays the matrices it orthogonalises; what it leaves to Adam (embeddings, norms, projections) is not decayed.
+    """
     if config.optimizer == "adamw":
         update = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decay_mask)
     else:

@@ -4,7 +4,7 @@
     2. a step is one jitted program: draws, loss and gradients on each device's share of the batch, their mean over
        devices, optimizer, EMA
     3. the state is checkpointed by step number, so a killed and resumed run repeats the unbroken one
-    4. a non-finite loss stops the run before it can reach a checkpoint
+    4. a non-finite loss or gradient stops the run before it can reach a checkpoint
 
 A run directory holds `config.json`, `metrics.jsonl`, `state/` (resumable), and `ema/` and `raw/` (models that
 `marjax.load` reads).
@@ -74,6 +74,8 @@ class TrainConfig:
         for name in ("batch_size", "log_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0.")
         if not 0.0 <= self.ema_rate < 1.0:
             raise ValueError(f"ema_rate={self.ema_rate} must lie in [0, 1).")
         if self.dtype not in DTYPES:
@@ -102,7 +104,7 @@ class TrainState:
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss became NaN or infinite; the last checkpoint is still good."""
+    """The loss or its gradient became NaN or infinite; checkpoints of earlier steps are still good."""
 
 
 def init_state(config: MARConfig, train_config: TrainConfig, tx: optax.GradientTransformation) -> TrainState:
@@ -186,11 +188,13 @@ def train(
         The EMA model.
 
     Raises:
-        ValueError: if data and model do not fit, the batch does not divide over the local devices, or `out` holds a
-            run of another model or recipe.
-        NonFiniteLossError: when the loss stops being finite; the last checkpoint is kept.
+        ValueError: if data, model and `init_from` do not fit, the batch does not divide over the local devices, or
+            `out` holds a run of another model or recipe, or something else.
+        NonFiniteLossError: when the loss or its gradient stops being finite; the last checkpoint is kept.
     """
     _check_source(config, source)
+    if init_from is not None:
+        _check_weights(config, init_from)
     devices = jax.local_devices()
     if train_config.batch_size % len(devices):
         raise ValueError(
@@ -207,7 +211,7 @@ def train(
     _claim(out, config, train_config)
     state = init_state(config, train_config, tx)
     if init_from is not None:
-        state = state.replace(params=_master(config, init_from), ema=_master(config, init_from))
+        state = state.replace(params=_masters(init_from), ema=_masters(init_from))
     facts = {**(provenance or {}), "train_config": dataclasses.asdict(train_config), "num_images": len(source)}
     with _checkpoints(out / "state") as manager:
         if manager.latest_step() is not None:
@@ -269,20 +273,20 @@ def _claim(out: Path, config: MARConfig, train_config: TrainConfig) -> None:
     recipe = {k: v for k, v in dataclasses.asdict(train_config).items() if k not in free}
     document = json.loads(json.dumps({"model": config.to_dict(), "train": recipe}))
     file = out / "config.json"
-    if file.exists():
-        before = json.loads(file.read_text())
-        if before != document:
-            changed = [
-                f"{part}.{k}"
-                for part in document
-                for k in document[part]
-                if before.get(part, {}).get(k) != document[part][k]
-            ]
-            raise ValueError(
-                f"{out} holds a run with another configuration (different: {', '.join(changed)}); "
-                "give the same options to resume it, or another output directory."
-            )
+    before = json.loads(file.read_text()) if file.is_file() else None
+    if before == document:
         return
+    if isinstance(before, dict) and before.keys() == document.keys():
+        changed = [
+            f"{part}.{name}"
+            for part, values in document.items()
+            for name in values | before[part]
+            if values.get(name) != before[part].get(name)
+        ]
+        raise ValueError(
+            f"{out} holds a run with another configuration (different: {', '.join(changed)}); "
+            "give the same options to resume it, or another output directory."
+        )
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no training run; give another output directory.")
@@ -290,12 +294,15 @@ def _claim(out: Path, config: MARConfig, train_config: TrainConfig) -> None:
         temporary.write_text(json.dumps(document, indent=1))
 
 
-def _master(config: MARConfig, params: MARParams) -> PyTree:
-    """A float32 copy of a model's weights, which must have the shapes that `config` calls for."""
+def _masters(params: MARParams) -> PyTree:
+    """A float32 copy of a model's weights."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params.mar)
+
+
+def _check_weights(config: MARConfig, params: MARParams) -> None:
     template = jax.eval_shape(functools.partial(mar.init, config), jax.random.key(0))
     if jax.tree.map(jnp.shape, params.mar) != jax.tree.map(jnp.shape, template):
         raise ValueError(f"init_from is another model ({params.config}), expected the shapes of {config}.")
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params.mar)
 
 
 def _check_source(config: MARConfig, source: data.ImageSource) -> None:
@@ -310,7 +317,7 @@ def _check_source(config: MARConfig, source: data.ImageSource) -> None:
 
 
 class _Log:
-    """Collects metrics between log lines; stops the run when the loss is not finite."""
+    """Collects metrics between log lines; stops the run when the loss or its gradient is not finite."""
 
     def __init__(
         self,
@@ -325,10 +332,10 @@ class _Log:
         self.progress = progress
         self.pending: list[dict[str, Array]] = []
         self.since = time.monotonic()
-        if path.exists():  # lines after the restored step belong to work that is now repeated
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= start]
+        if path.exists():  # lines after the restored step, of which a kill may cut the last, are work to repeat
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             with atomic_write(path) as temporary:
-                temporary.write_text("".join(f"{line}\n" for line in lines))
+                temporary.write_text("".join(line for line in lines if json.loads(line)["step"] <= start))
 
     def add(self, step: int, metrics: dict[str, Array], *, flush: bool) -> None:
         self.pending.append(metrics)
@@ -336,13 +343,15 @@ class _Log:
             return
         fetched = jax.device_get(self.pending)
         seconds, now = time.monotonic() - self.since, time.monotonic()
+        for at, values in enumerate(fetched, start=step - len(fetched) + 1):
+            # A gradient that is not finite ruins the weights, also where the loss still is.
+            for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
+                if not math.isfinite(values[name]):
+                    raise NonFiniteLossError(
+                        f"The {what} became {values[name]} at step {at}; checkpoints of earlier steps in "
+                        f"{self.path.parent} are good. Lower the learning rate or use dtype float32, in a new run."
+                    )
         means = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0]}
-        if not math.isfinite(means["loss"]):
-            first = next(i for i, m in enumerate(fetched) if not math.isfinite(m["loss"]))
-            raise NonFiniteLossError(
-                f"The loss became {fetched[first]['loss']} at step {step - len(fetched) + first + 1}; the last "
-                f"checkpoint in {self.path.parent} is good. Lower the learning rate or use dtype float32, in a new run."
-            )
         images = step * self.config.batch_size
         rate = len(fetched) * self.config.batch_size / seconds
         line = {

@@ -1,0 +1,467 @@
+"""Training: exact resumption, independence of the device count, what a run leaves on disk, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from marjax import mar, objective
+from marjax.checkpoint import describe, load, save
+from marjax.config import MARConfig, get_preset
+from marjax.data import ArraySource, batches
+from marjax.objective import Objective
+from marjax.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from marjax.train import NonFiniteLossError, TrainConfig, TrainState, init_state, make_step, train
+from marjax.types import MARParams, cast_matrices
+
+ROOT = Path(__file__).parent.parent
+training = importlib.import_module("marjax.train")  # the package's attribute of that name is the function
+
+CONFIG = MARConfig(
+    **{"img_size": 8, "vae_stride": 1, "patch_size": 2, "vae_embed_dim": 1, "class_num": 3, "buffer_size": 2},
+    **{"encoder_embed_dim": 32, "encoder_depth": 1, "encoder_num_heads": 2, "diffloss_d": 1, "diffloss_w": 32},
+    **{"decoder_embed_dim": 32, "decoder_depth": 1, "decoder_num_heads": 2},
+)
+SOURCE = ArraySource(
+    np.random.default_rng(0).integers(0, 256, (10, 8, 8, 1), dtype=np.uint8), np.arange(10) % 3, ("a", "b", "c")
+)
+STEPS = 6
+# Everything random that there is, the default precision, and batches that straddle epochs: 2.5 steps are one.
+RECIPE = TrainConfig(
+    **{"epochs": 2.4, "batch_size": 4, "seed": 5, "ema_rate": 0.9, "flip": True, "log_every": 1, "save_every": STEPS},
+    optimizer=OptimizerConfig(lr=1e-3, warmup_epochs=0.8),
+)
+# Black images of one class, white ones of another; without dropout, which depends on the number of devices.
+EASY = ArraySource(np.repeat(np.uint8([0, 255]), 4 * 64).reshape(8, 8, 8, 1), np.arange(8) // 4, ("black", "white"))
+EASY_RECIPE = TrainConfig(
+    **{"epochs": 60, "batch_size": 8, "ema_rate": 0.9, "dtype": "float32", "log_every": 1, "save_every": 1000},
+    objective=Objective(attn_dropout=0.0, proj_dropout=0.0, diffusion_batch_mul=2),
+    optimizer=OptimizerConfig(lr=3e-3, warmup_epochs=0.0),
+)
+SPEEDS = {"images_per_s", "eta_s"}  # what differs between equal runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    """Compiles a step once per recipe: for all runs of this process (the dictionary), and for its children."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.5,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    steps = {}
+
+    def make_once(config, recipe, *rest):
+        key = config, dataclasses.replace(recipe, epochs=1, log_every=1, save_every=1)
+        if key not in steps:
+            steps[key] = make_step(config, recipe, *rest)
+        return steps[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "make_step", make_once)
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # jax reads these settings once, when it first compiles
+        yield steps
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The directory of a run of six steps without interruption, and what was reported while it ran."""
+    out, reported = tmp_path_factory.mktemp("runs") / "unbroken", []
+    model = train(CONFIG, RECIPE, SOURCE, out, provenance={"data": "noise"}, progress=reported.append)
+    return out, model, reported
+
+
+@pytest.fixture
+def fake_step(monkeypatch):
+    """Replaces the step by one that adds 1 to every number of the state; metrics come from a function of the step."""
+
+    def install(metrics, after=lambda state: None):
+        def step(state, images, labels):
+            state = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf) + np.ones((), leaf.dtype), state))
+            after(state)
+            values = {"loss": 1.0, "mse": 0.5, "vb": 0.5, "grad_norm": 1.0, "lr": 0.1} | metrics(int(state.step))
+            return state, {name: np.float32(value) for name, value in values.items()}
+
+        monkeypatch.setattr(training, "make_step", lambda *arguments: step)
+
+    return install
+
+
+def lines(out, leave_out=SPEEDS):
+    read = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in leave_out} for line in read]
+
+
+def checkpoints(out):
+    return sorted(int(path.name) for path in (out / "state").iterdir())
+
+
+def assert_same_weights(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, other, strict=True)
+
+
+def assert_same_run(out, model, unbroken):
+    """Bit for bit the unbroken run: every line of its metrics, once, and the weights."""
+    expected_out, expected_model, _ = unbroken
+    assert lines(out) == lines(expected_out)
+    assert_same_weights(model, expected_model)
+    assert_same_weights(load(out / "ema"), expected_model)
+    assert_same_weights(load(out / "raw"), load(expected_out / "raw"))
+
+
+def in_a_child(function, *arguments, **env):
+    """Runs a function of this file in a Python of its own."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        **env,
+    }
+    code = f"import sys, test_train; test_train.{function.__name__}(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def child_killed_in_step_five(out):
+    def kill(line):
+        if line["step"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(CONFIG, dataclasses.replace(RECIPE, save_every=2), SOURCE, out, progress=kill)
+
+
+def child_with_four_devices(out):
+    train(CONFIG, dataclasses.replace(EASY_RECIPE, epochs=4), EASY, out)
+    print(jax.device_count())
+
+
+# --- A run and its resumption ------------------------------------------------------------------------------------
+
+
+def test_what_a_run_leaves(unbroken):
+    out, model, reported = unbroken
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "ema", "metrics.jsonl", "raw", "state"]
+    written = lines(out, leave_out=())
+    assert written == reported
+    assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([line["epoch"] for line in written], np.arange(1, 7) * 0.4)
+    np.testing.assert_allclose([line["lr"] for line in written], [0, 5e-4, *[1e-3] * 4], rtol=1e-6)
+    for line in written:
+        assert line["loss"] == pytest.approx(line["mse"] + line["vb"], rel=1e-6)
+        assert 0.1 < line["loss"] < 10 and line["grad_norm"] > 0 and line["images_per_s"] > 0
+    assert written[-1]["eta_s"] == 0 < written[0]["eta_s"]
+
+    ema, raw = load(out / "ema"), load(out / "raw")
+    assert ema.config == raw.config == CONFIG
+    assert_same_weights(ema, model)
+    for one, other in zip(jax.tree.leaves(ema), jax.tree.leaves(raw), strict=True):
+        assert one.dtype == other.dtype == jnp.float32  # the compute dtype is bfloat16
+    assert not np.array_equal(ema.mar["z_proj"]["kernel"], raw.mar["z_proj"]["kernel"])
+    for name in ("ema", "raw"):
+        facts = describe(out / name).provenance
+        assert (facts["weights"], facts["step"], facts["num_images"], facts["data"]) == (name, STEPS, 10, "noise")
+        assert facts["train_config"] == json.loads(json.dumps(dataclasses.asdict(RECIPE)))
+
+
+def test_a_run_ended_early_and_prolonged_is_the_unbroken_one(unbroken, tmp_path):
+    out = tmp_path / "run"
+    train(CONFIG, dataclasses.replace(RECIPE, epochs=1.2, save_every=2), SOURCE, out)
+    assert lines(out) == lines(unbroken[0])[:3] and checkpoints(out) == [2, 3]
+    model = train(CONFIG, RECIPE, SOURCE, out)
+    assert checkpoints(out) == [3, 6]
+    assert_same_run(out, model, unbroken)
+
+
+def test_a_killed_run_resumes_as_the_unbroken_one(unbroken, tmp_path):
+    out = tmp_path / "run"
+    child = in_a_child(child_killed_in_step_five, out)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert checkpoints(out) == [2, 4] and lines(out) == lines(unbroken[0])[:5]
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # another moment to be killed at
+
+    reported = []
+    model = train(CONFIG, dataclasses.replace(RECIPE, save_every=3), SOURCE, out, progress=reported.append)
+    assert [line["step"] for line in reported] == [5, 6]
+    assert_same_run(out, model, unbroken)
+
+
+def test_a_finished_run_is_left_as_it_is(unbroken):
+    out, expected, _ = unbroken
+    before = (out / "metrics.jsonl").read_text()
+    assert_same_weights(train(CONFIG, RECIPE, SOURCE, out), expected)
+    assert_same_weights(train(CONFIG, dataclasses.replace(RECIPE, epochs=1), SOURCE, out), expected)
+    assert (out / "metrics.jsonl").read_text() == before
+    assert_same_run(out, expected, unbroken)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_whole_state_is_resumed(optimizer, fake_step, tmp_path):
+    recipe = dataclasses.replace(RECIPE, optimizer=OptimizerConfig(optimizer=optimizer))
+    states = []
+    fake_step(lambda step: {}, after=states.append)
+    train(CONFIG, dataclasses.replace(recipe, epochs=1), SOURCE, tmp_path / "run")
+    assert [int(state.step) for state in states] == [1, 2]
+    model = train(CONFIG, recipe, SOURCE, tmp_path / "run")
+    assert [int(state.step) for state in states] == [1, 2, 3, 4, 5, 6]
+    assert_same_weights(states[5], jax.tree.map(lambda leaf: np.asarray(leaf) + 4 * np.ones((), leaf.dtype), states[1]))
+    assert_same_weights(model.mar, states[5].ema)
+
+
+def test_lines_hold_means_since_the_line_before(fake_step, tmp_path):
+    fake_step(lambda step: {"loss": step, "lr": step})
+    train(CONFIG, dataclasses.replace(RECIPE, log_every=4, save_every=3), SOURCE, tmp_path / "run")
+    got = [(line["step"], line["loss"], line["lr"]) for line in lines(tmp_path / "run")]
+    assert got == [(3, 2.0, 3.0), (4, 4.0, 4.0), (6, 5.5, 6.0)]
+
+
+# --- Steps -------------------------------------------------------------------------------------------------------
+
+
+def test_step_by_step(unbroken, programs):
+    """The step alone gives what runs give: raw weights, and an EMA that follows its definition."""
+    (step,) = (step for (_, recipe), step in programs.items() if recipe.optimizer == RECIPE.optimizer)
+    tx = make_optimizer(RECIPE.optimizer, learning_rate(RECIPE.optimizer, 4, 2, STEPS))
+    mesh = Mesh(np.array(jax.devices()[:1]), ("batch",))
+    everywhere, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
+    state = jax.device_put(init_state(CONFIG, RECIPE, tx), everywhere)
+    assert state.step == 0
+    ema = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(state.params)]
+    assert_same_weights(state.ema, state.params)
+
+    stream = batches(SOURCE, 4, RECIPE.seed, flip=True)
+    for expected in lines(unbroken[0]):
+        state, metrics = step(state, *jax.device_put(next(stream), split))
+        assert {name: float(value) for name, value in metrics.items()}.items() <= expected.items()
+        ema = [
+            0.9 * old + 0.1 * np.asarray(new, np.float64)
+            for old, new in zip(ema, jax.tree.leaves(state.params), strict=True)
+        ]
+    assert state.step == STEPS
+    for leaf, expected in zip(jax.tree.leaves(state.ema), ema, strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-6, atol=1e-7)
+    assert_same_weights(state.params, load(unbroken[0] / "raw").mar)
+    assert_same_weights(state.ema, unbroken[1].mar)
+    assert step._cache_size() == 1, "compiled once for all these steps and for every run before"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_alone_are_in_the_compute_dtype(dtype, optimizer, monkeypatch):
+    """The loss sees kernels of the compute dtype; the state that comes out has the types of the one that went in."""
+    seen = {}
+
+    def loss(params, config, target, tokens, labels, draws, *, key):
+        flat = jax.tree_util.tree_leaves_with_path(params)
+        seen.update((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.dtype) for path, leaf in flat)
+        value = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
+        return value, {"mse": value, "vb": value}
+
+    monkeypatch.setattr(objective, "loss", loss)
+    recipe = dataclasses.replace(RECIPE, dtype=dtype, optimizer=OptimizerConfig(optimizer=optimizer))
+    schedule = learning_rate(recipe.optimizer, 4, 2, STEPS)
+    tx = make_optimizer(recipe.optimizer, schedule)
+    state = jax.eval_shape(functools.partial(init_state, CONFIG, recipe, tx))
+    step = make_step(CONFIG, recipe, tx, schedule, Mesh(np.array(jax.devices()[:1]), ("batch",)))
+    after, metrics = jax.eval_shape(step, state, *next(batches(SOURCE, 4, 0)))
+    assert isinstance(after, TrainState)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype("int32"), jnp.dtype("float32")}
+    assert set(metrics) == {"loss", "mse", "vb", "grad_norm", "lr"}
+    kernels = {name for name in seen if name.endswith("/kernel")}
+    assert {seen[name] for name in kernels} == {jnp.dtype(dtype)}
+    assert {seen[name] for name in seen.keys() - kernels} == {jnp.dtype("float32")}
+
+
+def test_an_easy_set_is_learnt_on_any_number_of_devices(tmp_path):
+    train(CONFIG, EASY_RECIPE, EASY, tmp_path / "one")
+    losses = [line["loss"] for line in lines(tmp_path / "one")]
+    assert len(losses) == 60
+    assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
+
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    child = in_a_child(child_with_four_devices, tmp_path / "four", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    assert child.stdout == "4\n", child.stderr
+    on_four = [line["loss"] for line in lines(tmp_path / "four")]
+    np.testing.assert_allclose(on_four, losses[:4], rtol=0, atol=1e-5)
+
+
+# --- Losses that are not finite ----------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(unbroken, tmp_path):
+    """One image of the third batch has a label that is not in the table, which makes the loss NaN."""
+    image = np.random.default_rng([RECIPE.seed, 0]).permutation(10)[9]
+    mislabelled = ArraySource(SOURCE.images, SOURCE.labels, SOURCE.class_names)
+    mislabelled.labels[image] = 7
+    out, recipe = tmp_path / "run", dataclasses.replace(RECIPE, save_every=2, log_every=10)
+    with pytest.raises(NonFiniteLossError, match=r"^The loss became nan at step 3; checkpoints of earlier .* are good"):
+        train(CONFIG, recipe, mislabelled, out)
+    assert checkpoints(out) == [2] and [line["step"] for line in lines(out)] == [2]
+    for name in ("ema", "raw"):
+        assert load(out / name).config == CONFIG and describe(out / name).provenance["step"] == 2
+    # From there the run goes on with the right label, as if nothing had happened.
+    assert_same_weights(train(CONFIG, recipe, SOURCE, out), unbroken[1])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": np.inf}, "The loss became inf at step 5"),
+        ({"loss": -np.inf, "grad_norm": np.nan}, "The loss became -inf at step 5"),
+        ({"grad_norm": np.nan}, "The gradient norm became nan at step 5"),
+        ({"grad_norm": np.inf}, "The gradient norm became inf at step 5"),
+    ],
+)
+def test_no_checkpoint_after_values_that_are_not_finite(metrics, message, fake_step, tmp_path):
+    fake_step(lambda step: metrics if step >= 5 else {})
+    with pytest.raises(NonFiniteLossError, match=message):
+        train(CONFIG, dataclasses.replace(RECIPE, log_every=3, save_every=3), SOURCE, tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == [3] and [line["step"] for line in lines(tmp_path / "run")] == [3]
+    assert describe(tmp_path / "run" / "ema").provenance["step"] == 3
+
+
+# --- Starting from a model ---------------------------------------------------------------------------------------
+
+
+def random_model(config, dtype=jnp.float32):
+    shapes, rng = jax.eval_shape(functools.partial(mar.init, config), jax.random.key(0)), np.random.default_rng(1)
+    tree = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.1, leaf.shape), jnp.float32), shapes)
+    return MARParams(mar=cast_matrices(tree, dtype), vae=None, config=config)
+
+
+def test_init_from_narrow_weights(tmp_path):
+    """Master weights are float32 copies, which the first step (its learning rate is 0) leaves as they are."""
+    given = random_model(CONFIG, jnp.bfloat16)
+    before = jax.tree.map(np.array, given.mar)
+    model = train(CONFIG, dataclasses.replace(RECIPE, epochs=0.4), SOURCE, tmp_path / "run", init_from=given)
+    expected = jax.tree.map(np.float32, before)
+    assert_same_weights(load(tmp_path / "run" / "raw").mar, expected)
+    for leaf, other in zip(jax.tree.leaves(model.mar), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == np.float32
+        np.testing.assert_allclose(leaf, other, rtol=1e-6)
+    assert_same_weights(given.mar, before)
+
+
+# --- Refusals: before anything is written ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "changed"),
+    [
+        ({}, {"ema_rate": 0.99}, "train.ema_rate"),
+        ({}, {"dtype": "float32", "seed": 6}, "train.seed, train.dtype"),
+        ({}, {"optimizer": OptimizerConfig(lr=2e-3, warmup_epochs=0.8)}, "train.optimizer"),
+        ({}, {"objective": Objective(label_drop_prob=0.2)}, "train.objective"),
+        ({"buffer_size": 3}, {}, "model.buffer_size"),
+        ({"cfg": 2.0}, {"flip": False}, "model.cfg, train.flip"),
+    ],
+)
+def test_another_recipe_is_refused(config, recipe, changed, unbroken):
+    out = unbroken[0]
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ValueError, match=rf"another configuration \(different: {changed}\); give the same options"):
+        train(dataclasses.replace(CONFIG, **config), dataclasses.replace(RECIPE, **recipe), SOURCE, out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_run_of_another_version_is_refused_by_field(tmp_path, unbroken):
+    document = json.loads((unbroken[0] / "config.json").read_text())
+    document["train"]["momentum"] = document["train"].pop("seed")
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"\(different: train.seed, train.momentum\)"):
+        train(CONFIG, RECIPE, SOURCE, tmp_path)
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    save(random_model(CONFIG), tmp_path / "model")  # has a config.json too
+    for out, content in ((tmp_path, {"thesis.txt", "model"}), (tmp_path / "model", {"config.json", "params"})):
+        with pytest.raises(ValueError, match=f"{out} is not empty and holds no training run; give another output"):
+            train(CONFIG, RECIPE, SOURCE, out)
+        assert {path.name for path in out.iterdir()} == content
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"img_size": 16}, r"The data's images are \(8, 8, 1\), the model expects \(16, 16, 1\)"),
+        ({"vae_embed_dim": 3}, r"The data's images are \(8, 8, 1\), the model expects \(8, 8, 3\)"),
+        ({"class_num": 2}, "The data has 3 classes, the model class_num=2"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(CONFIG, **config), RECIPE, SOURCE, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_latent_models_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="Training a latent model needs cached latents"):
+        train(get_preset("mar_base"), RECIPE, SOURCE, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_must_divide_over_the_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: 3 * jax.devices()[:1])
+    with pytest.raises(ValueError, match="batch_size=4 must be a multiple of the 3 local devices"):
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change", [{"buffer_size": 3}, {"encoder_depth": 2}, {"diffloss_w": 16}])
+def test_init_from_another_model_is_refused(change, tmp_path):
+    ((name, value),) = change.items()
+    other = random_model(dataclasses.replace(CONFIG, **change))
+    with pytest.raises(ValueError, match=rf"init_from is another model \(MARConfig.*{name}={value}.*{name}="):
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run", init_from=other)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 0.0}, "epochs=0.0 must be a positive finite number"),
+        ({"epochs": float("inf")}, "epochs=inf must be a positive finite number"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"log_every": 0}, "log_every=0 must be at least 1"),
+        ({"save_every": -1}, "save_every=-1 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"ema_rate": 1.0}, r"ema_rate=1.0 must lie in \[0, 1\)"),
+        ({"ema_rate": float("nan")}, r"ema_rate=nan must lie in \[0, 1\)"),
+        ({"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
+    ],
+)
+def test_bad_recipes(values, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**values)
+
+
+def test_steps_of_epochs():
+    recipe = TrainConfig(batch_size=64)
+    assert [recipe.steps(epochs, 1000) for epochs in (1, 2, 0.5, 0.001)] == [16, 31, 8, 1]
