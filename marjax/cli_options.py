@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
-
 from marjax import accel, checkpoint
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.files import atomic_write
-from marjax.sample import DTYPES
+from marjax.sample import DTYPES, default_dtype
 
 WEIGHTS = ("ema", "raw")  # models in a training run's directory
 NUM_ITER = 64
@@ -192,8 +190,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def sampling_settings(args: argparse.Namespace, config: MARConfig, *, conditional: bool) -> dict[str, Any]:
     """The keyword arguments of `marjax.sample` that determine the images, every default spelled out."""
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    settings = {"accel": args.accel, "num_iter": args.num_iter, "dtype": dtype}
+    settings = {"accel": args.accel, "num_iter": args.num_iter, "dtype": args.dtype or default_dtype()}
     if args.num_iter is None:
         settings["num_iter"] = min(NUM_ITER, config.seq_len)
     for name in ("cfg", "cfg_schedule", "temperature", "num_sampling_steps"):

@@ -164,7 +164,8 @@ def fill(template: PyTree, state: Mapping[str, np.ndarray], table: Table) -> PyT
 def spread(tree: PyTree, table: Table) -> dict[str, np.ndarray]:
     """Inverts `fill`: torch key -> float32 array."""
     arrays = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)
-    return {key: np.ascontiguousarray(tensor) for key, tensor in _tensors(arrays, table)}
+    # Copies: a view of an array's buffer would be read-only, which torch.from_numpy warns about.
+    return {key: np.array(tensor, order="C") for key, tensor in _tensors(arrays, table)}
 
 
 def torch_shapes(tree: PyTree, table: Table) -> dict[str, tuple[int, ...]]:

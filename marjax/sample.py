@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import shard_map
 from jax.sharding import Mesh, PartitionSpec
 
@@ -43,18 +44,25 @@ class _Static:
     dtype: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Inputs:
-    """Arrays of a sampling call; the per-image ones have length B, or are None."""
+@struct.dataclass
+class _Images:
+    """What determines each image, beside the options; arrays of length B, or None.
 
-    labels: Array | None
+    Attributes:
+        indices: [B] int32.
+        labels: [B] int32, or None for unconditional images.
+        order: [B, S] int32, or None for random orders.
+        noise: [B, S, T + 1, D], or None for fresh noise.
+    """
+
     indices: Array
+    labels: Array | None
     order: Array | None
     noise: Array | None
 
-    def batch(self, select: np.ndarray) -> tuple[Array | None, ...]:
-        parts = (self.labels, self.indices, self.order, self.noise)
-        return tuple(None if part is None else part[select] for part in parts)
+    def take(self, select: np.ndarray) -> _Images:
+        """Some of the images."""
+        return jax.tree.map(lambda part: part[select], self)
 
 
 def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
@@ -130,27 +138,27 @@ def sample_latents(
         TypeError: if labels or indices are not integers.
     """
     config = params.config
-    inputs = _check_inputs(config, labels, indices, order, noise, batch_size)
-    cfg, guided = _check_cfg(config, cfg, inputs.labels is not None)
+    images = _check_images(config, labels, indices, order, noise, batch_size)
+    cfg, guided = _check_cfg(config, cfg, images.labels is not None)
     temperature = _check_scale("temperature", config.temperature if temperature is None else temperature)
     cfg_schedule = config.cfg_schedule if cfg_schedule is None else cfg_schedule
     if cfg_schedule not in CFG_SCHEDULES:
         raise ValueError(f"cfg_schedule={cfg_schedule!r} must be one of {', '.join(CFG_SCHEDULES)}.")
     steps = config.num_sampling_steps if num_sampling_steps is None else str(num_sampling_steps)
     num_steps = diffusion.noise_schedule(steps).num_steps
-    expected = (len(inputs.indices), config.seq_len, num_steps + 1, config.token_dim)
-    if inputs.noise is not None and inputs.noise.shape != expected:
-        raise ValueError(f"noise has shape {inputs.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
+    expected = (len(images.indices), config.seq_len, num_steps + 1, config.token_dim)
+    if images.noise is not None and images.noise.shape != expected:
+        raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
     plan = plan_for(config, num_iter, num_steps)
     static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, _check_dtype(dtype))
-    total = len(inputs.indices)
+    total = len(images.indices)
     size = min(total, DEFAULT_BATCH_SIZE) if batch_size is None else min(total, batch_size)
     latents = []
     for start in range(0, total, size):
         # The last batch is filled up with copies of its last image, so that every batch has one shape.
         select = np.minimum(np.arange(start, start + size), total - 1)
-        batch = _run(static, params.mar, rng, *inputs.batch(select), plan.rows, cfg, temperature)
+        batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
         latents.append(batch[: total - start])
         if not isinstance(batch, jax.core.Tracer) and not bool(jnp.isfinite(latents[-1]).all()):
             raise ValueError(
@@ -192,10 +200,7 @@ def _run(
     static: _Static,
     params: PyTree,
     rng: Array,
-    labels: Array | None,
-    indices: Array,
-    order: Array | None,
-    noise: Array | None,
+    images: _Images,
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
@@ -203,16 +208,15 @@ def _run(
     """One batch of latents, split over the local devices."""
     devices = jax.local_devices()
     shared, split = PartitionSpec(), PartitionSpec("batch")
-    size = indices.shape[0]
+    size = images.indices.shape[0]
     padded = np.minimum(np.arange(math.ceil(size / len(devices)) * len(devices)), size - 1)
-    per_image = tuple(None if part is None else part[padded] for part in (labels, indices, order, noise))
     tokens = shard_map(
         functools.partial(_generate, static),
         mesh=Mesh(np.array(devices), ("batch",)),
-        in_specs=(shared, shared, split, split, split, split, shared, shared, shared),
+        in_specs=(shared, shared, split, shared, shared, shared),
         out_specs=split,
         check_vma=False,
-    )(params, rng, *per_image, rows, cfg, temperature)
+    )(params, rng, images.take(padded), rows, cfg, temperature)
     return codec.unpatchify(tokens[:size], static.config.patch_size)
 
 
@@ -220,10 +224,7 @@ def _generate(
     static: _Static,
     params: PyTree,
     rng: Array,
-    labels: Array | None,
-    indices: Array,
-    order: Array | None,
-    noise: Array | None,
+    images: _Images,
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
@@ -232,9 +233,9 @@ def _generate(
     config = static.config
     params = cast_matrices(params, DTYPES[static.dtype])
     noise_schedule = diffusion.noise_schedule(static.num_sampling_steps)
-    batch = indices.shape[0]
-    keys = decode.image_keys(rng, indices)
-    class_emb = mar.class_embedding(params, labels, batch)
+    batch = images.indices.shape[0]
+    keys = decode.image_keys(rng, images.indices)
+    class_emb = mar.class_embedding(params, images.labels, batch)
     if static.guided:
         class_emb = jnp.concatenate([class_emb, mar.class_embedding(params, None, batch)])
     return decode.decode(
@@ -243,20 +244,20 @@ def _generate(
         static.segments,
         rows,
         accel=static.accel,
-        order=decode.random_order(keys, config.seq_len) if order is None else order,
+        order=decode.random_order(keys, config.seq_len) if images.order is None else images.order,
         class_emb=class_emb,
         noise=decode.random_noise(keys, noise_schedule.num_steps, config.token_dim)
-        if noise is None
-        else decode.recorded_noise(noise),
+        if images.noise is None
+        else decode.recorded_noise(images.noise),
         guidance=(lambda step: step.guidance(cfg, static.cfg_schedule)) if static.guided else None,
         temperature=temperature,
         noise_schedule=noise_schedule,
     )
 
 
-def _check_inputs(
+def _check_images(
     config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, batch_size: int | None
-) -> _Inputs:
+) -> _Images:
     if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
         raise ValueError(f"batch_size={batch_size!r} must be a positive integer.")
     if labels is not None:
@@ -272,7 +273,7 @@ def _check_inputs(
         indices = jnp.arange(total, dtype=jnp.int32)
     if len(indices) != total:
         raise ValueError(f"indices has {len(indices)} entries for {total} labels; give one index per image.")
-    return _Inputs(
+    return _Images(
         labels=labels,
         indices=indices,
         order=_check_order(order, total, config.seq_len),
@@ -345,9 +346,14 @@ def _check_scale(name: str, value: float | Array) -> Array:
     return jnp.asarray(value, jnp.float32)
 
 
+def default_dtype() -> str:
+    """The compute dtype where none is asked for: bfloat16 on accelerators, float32 on CPU."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def _check_dtype(dtype: str | None) -> str:
     if dtype is None:
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return default_dtype()
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(DTYPES)}.")

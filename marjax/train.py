@@ -238,7 +238,8 @@ def train(
 def _save(manager, state: TrainState) -> None:
     import orbax.checkpoint as ocp
 
-    manager.save(int(state.step), args=ocp.args.StandardSave(state))
+    # From the host: orbax would cut arrays that several devices hold into a slice for each, and compile that per shape.
+    manager.save(int(state.step), args=ocp.args.StandardSave(jax.device_get(state)))
     manager.wait_until_finished()
 
 

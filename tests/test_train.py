@@ -40,39 +40,45 @@ SOURCE = ArraySource(
     np.random.default_rng(0).integers(0, 256, (10, 8, 8, 1), dtype=np.uint8), np.arange(10) % 3, ("a", "b", "c")
 )
 STEPS = 6
-# Everything random that there is, the default precision, and batches that straddle epochs: 2.5 steps are one.
+# Batches straddle epochs, which have 2.5 steps. Dropout, and bfloat16, have a test of their own: they compile slowly.
 RECIPE = TrainConfig(
     **{"epochs": 2.4, "batch_size": 4, "seed": 5, "ema_rate": 0.9, "flip": True, "log_every": 1, "save_every": STEPS},
-    optimizer=OptimizerConfig(lr=1e-3, warmup_epochs=0.8),
+    dtype="float32",
+    objective=Objective(attn_dropout=0.0, proj_dropout=0.0),
+    optimizer=OptimizerConfig(lr=2e-3, warmup_epochs=0.8),
 )
-# Black images of one class, white ones of another; without dropout, which depends on the number of devices.
+# Black images of one class, white ones of another; 60 steps.
 EASY = ArraySource(np.repeat(np.uint8([0, 255]), 4 * 64).reshape(8, 8, 8, 1), np.arange(8) // 4, ("black", "white"))
-EASY_RECIPE = TrainConfig(
-    **{"epochs": 60, "batch_size": 8, "ema_rate": 0.9, "dtype": "float32", "log_every": 1, "save_every": 1000},
-    objective=Objective(attn_dropout=0.0, proj_dropout=0.0, diffusion_batch_mul=2),
-    optimizer=OptimizerConfig(lr=3e-3, warmup_epochs=0.0),
-)
+EASY_RECIPE = dataclasses.replace(RECIPE, epochs=30, save_every=60)
 SPEEDS = {"images_per_s", "eta_s"}  # what differs between equal runs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
-    """Compiles a step once per recipe: for all runs of this process (the dictionary), and for its children."""
+    """Makes the step once per recipe, for all runs of this process (the dictionary); children find it compiled."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
         "jax_persistent_cache_min_compile_time_secs": 0.5,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    steps = {}
+    steps, states = {}, {}
 
     def make_once(config, recipe, *rest):
+        # Without these: the learning rate is constant after two steps in all runs here.
         key = config, dataclasses.replace(recipe, epochs=1, log_every=1, save_every=1)
         if key not in steps:
             steps[key] = make_step(config, recipe, *rest)
         return steps[key]
 
+    def init_once(config, recipe, tx):
+        key = config, recipe.seed, recipe.optimizer
+        if key not in states:
+            states[key] = jax.device_get(init_state(config, recipe, tx))
+        return jax.tree.map(jnp.array, states[key])  # copies, which the step may consume
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "make_step", make_once)
+        patch.setattr(training, "init_state", init_once)
         for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()  # jax reads these settings once, when it first compiles
@@ -154,7 +160,7 @@ def child_killed_in_step_five(out):
 
 
 def child_with_four_devices(out):
-    train(CONFIG, dataclasses.replace(EASY_RECIPE, epochs=4), EASY, out)
+    train(CONFIG, dataclasses.replace(EASY_RECIPE, epochs=2), EASY, out)
     print(jax.device_count())
 
 
@@ -168,7 +174,7 @@ def test_what_a_run_leaves(unbroken):
     assert written == reported
     assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose([line["epoch"] for line in written], np.arange(1, 7) * 0.4)
-    np.testing.assert_allclose([line["lr"] for line in written], [0, 5e-4, *[1e-3] * 4], rtol=1e-6)
+    np.testing.assert_allclose([line["lr"] for line in written], [0, 1e-3, *[2e-3] * 4], rtol=1e-6)
     for line in written:
         assert line["loss"] == pytest.approx(line["mse"] + line["vb"], rel=1e-6)
         assert 0.1 < line["loss"] < 10 and line["grad_norm"] > 0 and line["images_per_s"] > 0
@@ -178,7 +184,7 @@ def test_what_a_run_leaves(unbroken):
     assert ema.config == raw.config == CONFIG
     assert_same_weights(ema, model)
     for one, other in zip(jax.tree.leaves(ema), jax.tree.leaves(raw), strict=True):
-        assert one.dtype == other.dtype == jnp.float32  # the compute dtype is bfloat16
+        assert one.dtype == other.dtype == jnp.float32
     assert not np.array_equal(ema.mar["z_proj"]["kernel"], raw.mar["z_proj"]["kernel"])
     for name in ("ema", "raw"):
         facts = describe(out / name).provenance
@@ -209,18 +215,25 @@ def test_a_killed_run_resumes_as_the_unbroken_one(unbroken, tmp_path):
     assert_same_run(out, model, unbroken)
 
 
+@pytest.mark.slow
+def test_resumption_with_dropout_and_bfloat16(tmp_path):
+    recipe = dataclasses.replace(RECIPE, dtype="bfloat16", objective=Objective())
+    expected = train(CONFIG, recipe, SOURCE, tmp_path / "unbroken")
+    train(CONFIG, dataclasses.replace(recipe, epochs=1.2), SOURCE, tmp_path / "resumed")
+    model = train(CONFIG, recipe, SOURCE, tmp_path / "resumed")
+    assert_same_run(tmp_path / "resumed", model, (tmp_path / "unbroken", expected, None))
+
+
 def test_a_finished_run_is_left_as_it_is(unbroken):
     out, expected, _ = unbroken
     before = (out / "metrics.jsonl").read_text()
-    assert_same_weights(train(CONFIG, RECIPE, SOURCE, out), expected)
     assert_same_weights(train(CONFIG, dataclasses.replace(RECIPE, epochs=1), SOURCE, out), expected)
     assert (out / "metrics.jsonl").read_text() == before
     assert_same_run(out, expected, unbroken)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_whole_state_is_resumed(optimizer, fake_step, tmp_path):
-    recipe = dataclasses.replace(RECIPE, optimizer=OptimizerConfig(optimizer=optimizer))
+def test_the_whole_state_is_resumed(fake_step, tmp_path):
+    recipe = dataclasses.replace(RECIPE, optimizer=OptimizerConfig(optimizer="muon"))
     states = []
     fake_step(lambda step: {}, after=states.append)
     train(CONFIG, dataclasses.replace(recipe, epochs=1), SOURCE, tmp_path / "run")
@@ -231,19 +244,12 @@ def test_the_whole_state_is_resumed(optimizer, fake_step, tmp_path):
     assert_same_weights(model.mar, states[5].ema)
 
 
-def test_lines_hold_means_since_the_line_before(fake_step, tmp_path):
-    fake_step(lambda step: {"loss": step, "lr": step})
-    train(CONFIG, dataclasses.replace(RECIPE, log_every=4, save_every=3), SOURCE, tmp_path / "run")
-    got = [(line["step"], line["loss"], line["lr"]) for line in lines(tmp_path / "run")]
-    assert got == [(3, 2.0, 3.0), (4, 4.0, 4.0), (6, 5.5, 6.0)]
-
-
 # --- Steps -------------------------------------------------------------------------------------------------------
 
 
 def test_step_by_step(unbroken, programs):
     """The step alone gives what runs give: raw weights, and an EMA that follows its definition."""
-    (step,) = (step for (_, recipe), step in programs.items() if recipe.optimizer == RECIPE.optimizer)
+    (step,) = (step for (_, recipe), step in programs.items() if recipe.dtype == "float32")
     tx = make_optimizer(RECIPE.optimizer, learning_rate(RECIPE.optimizer, 4, 2, STEPS))
     mesh = Mesh(np.array(jax.devices()[:1]), ("batch",))
     everywhere, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
@@ -275,13 +281,15 @@ def test_matrices_alone_are_in_the_compute_dtype(dtype, optimizer, monkeypatch):
     seen = {}
 
     def loss(params, config, target, tokens, labels, draws, *, key):
+        assert (key is None) == (dtype == "float32"), "a key exactly where there is dropout"
         flat = jax.tree_util.tree_leaves_with_path(params)
         seen.update((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.dtype) for path, leaf in flat)
         value = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
         return value, {"mse": value, "vb": value}
 
     monkeypatch.setattr(objective, "loss", loss)
-    recipe = dataclasses.replace(RECIPE, dtype=dtype, optimizer=OptimizerConfig(optimizer=optimizer))
+    target = RECIPE.objective if dtype == "float32" else Objective()
+    recipe = dataclasses.replace(RECIPE, dtype=dtype, objective=target, optimizer=OptimizerConfig(optimizer=optimizer))
     schedule = learning_rate(recipe.optimizer, 4, 2, STEPS)
     tx = make_optimizer(recipe.optimizer, schedule)
     state = jax.eval_shape(functools.partial(init_state, CONFIG, recipe, tx))
@@ -300,15 +308,17 @@ def test_matrices_alone_are_in_the_compute_dtype(dtype, optimizer, monkeypatch):
 
 def test_an_easy_set_is_learnt_on_any_number_of_devices(tmp_path):
     train(CONFIG, EASY_RECIPE, EASY, tmp_path / "one")
-    losses = [line["loss"] for line in lines(tmp_path / "one")]
-    assert len(losses) == 60
-    assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
+    one = lines(tmp_path / "one")
+    assert len(one) == 60
+    # The other part of the loss has spikes: it weighs small timesteps by thousands.
+    first, last = (np.mean([line["mse"] for line in part]) for part in (one[:3], one[-10:]))
+    assert 0.9 < first < 1.1 and last < 0.4
 
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     child = in_a_child(child_with_four_devices, tmp_path / "four", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     assert child.stdout == "4\n", child.stderr
     on_four = [line["loss"] for line in lines(tmp_path / "four")]
-    np.testing.assert_allclose(on_four, losses[:4], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(on_four, [line["loss"] for line in one[:4]], rtol=0, atol=1e-5)
 
 
 # --- Losses that are not finite ----------------------------------------------------------------------------------
@@ -327,15 +337,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken, tmp_path):
         assert load(out / name).config == CONFIG and describe(out / name).provenance["step"] == 2
     # From there the run goes on with the right label, as if nothing had happened.
     assert_same_weights(train(CONFIG, recipe, SOURCE, out), unbroken[1])
+    one_by_one = lines(unbroken[0])
+    for line, before, at in zip(lines(out), one_by_one[::2], one_by_one[1::2], strict=True):
+        assert (line["step"], line["epoch"], line["lr"]) == (at["step"], at["epoch"], at["lr"])
+        for name in ("loss", "mse", "vb", "grad_norm"):  # means since the line before
+            assert line[name] == pytest.approx((before[name] + at[name]) / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"loss": np.inf}, "The loss became inf at step 5"),
         ({"loss": -np.inf, "grad_norm": np.nan}, "The loss became -inf at step 5"),
         ({"grad_norm": np.nan}, "The gradient norm became nan at step 5"),
-        ({"grad_norm": np.inf}, "The gradient norm became inf at step 5"),
     ],
 )
 def test_no_checkpoint_after_values_that_are_not_finite(metrics, message, fake_step, tmp_path):
@@ -375,8 +388,8 @@ def test_init_from_narrow_weights(tmp_path):
     ("config", "recipe", "changed"),
     [
         ({}, {"ema_rate": 0.99}, "train.ema_rate"),
-        ({}, {"dtype": "float32", "seed": 6}, "train.seed, train.dtype"),
-        ({}, {"optimizer": OptimizerConfig(lr=2e-3, warmup_epochs=0.8)}, "train.optimizer"),
+        ({}, {"dtype": "bfloat16", "seed": 6}, "train.seed, train.dtype"),
+        ({}, {"optimizer": OptimizerConfig(lr=1e-3, warmup_epochs=0.8)}, "train.optimizer"),
         ({}, {"objective": Objective(label_drop_prob=0.2)}, "train.objective"),
         ({"buffer_size": 3}, {}, "model.buffer_size"),
         ({"cfg": 2.0}, {"flip": False}, "model.cfg, train.flip"),
