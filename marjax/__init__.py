@@ -1,4 +1,4 @@
-"""marjax: masked autoregressive image generation (MAR) in JAX, made fast by training-free caching."""
+"""marjax: masked autoregressive image generation (MAR) in JAX."""
 
 from marjax.accel import Accel
 from marjax.checkpoint import CheckpointError, load, save, save_file

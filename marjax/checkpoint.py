@@ -231,7 +231,7 @@ def _located(source: str | os.PathLike[str]) -> Iterator[Path]:
         if not (stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and Path(path).suffix == SUFFIX)):
             raise CheckpointError(
                 f"Cannot load '{source}': it is neither a checkpoint directory nor a {SUFFIX} file; "
-                "convert PyTorch weights with `marjax convert`."
+                "convert PyTorch weights with marjax.convert.from_state_dict."
             )
         yield Path(path)
 
@@ -256,7 +256,7 @@ def _read_header(path: Path) -> Header:
     with _open_safetensors(path) as file:
         metadata = file.metadata() or {}
     if FORMAT not in metadata:
-        raise ValueError("it was not written by marjax; convert other weights with `marjax convert`")
+        raise ValueError("it was not written by marjax; convert PyTorch weights with marjax.convert.from_state_dict")
     return Header.from_json(metadata[FORMAT])
 
 

@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 from marjax import accel, checkpoint
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.files import atomic_write
-from marjax.sample import DTYPES, default_dtype
+from marjax.sample import DEFAULT_NUM_ITER, DTYPES, default_dtype
 
 WEIGHTS = ("ema", "raw")  # models in a training run's directory
-NUM_ITER = 64
 
 
 class Parser(argparse.ArgumentParser):
@@ -174,7 +173,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cfg", type=float, metavar="SCALE", help="guidance scale, 1 is none (default: the model's)")
     group.add_argument("--cfg-schedule", choices=CFG_SCHEDULES, help="(default: the model's)")
     group.add_argument(
-        "--num-iter", type=int, metavar="N", help=f"decode steps (default: {NUM_ITER}, or one per token if fewer)"
+        "--num-iter",
+        type=int,
+        metavar="N",
+        help=f"decode steps (default: {DEFAULT_NUM_ITER}, or one per token if fewer)",
     )
     group.add_argument(
         "--num-sampling-steps",
@@ -192,7 +194,7 @@ def sampling_settings(args: argparse.Namespace, config: MARConfig, *, conditiona
     """The keyword arguments of `marjax.sample` that determine the images, every default spelled out."""
     settings = {"accel": args.accel, "num_iter": args.num_iter, "dtype": args.dtype or default_dtype()}
     if args.num_iter is None:
-        settings["num_iter"] = min(NUM_ITER, config.seq_len)
+        settings["num_iter"] = min(DEFAULT_NUM_ITER, config.seq_len)
     for name in ("cfg", "cfg_schedule", "temperature", "num_sampling_steps"):
         given = getattr(args, name)
         settings[name] = getattr(config, name) if given is None else given

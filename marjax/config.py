@@ -111,6 +111,12 @@ class MARConfig:
             value = getattr(self, name)
             if not _is_finite(value) or value <= low or value < 0:
                 raise ValueError(f"{name}={value!r} must be finite and {'>' if low == 0 else '>='} 0.")
+        if not isinstance(self.class_names, tuple) or not all(isinstance(name, str) for name in self.class_names):
+            raise ValueError(f"class_names={self.class_names!r} must be a tuple of strings.")
+        if len({name.lower() for name in self.class_names}) < len(self.class_names):
+            raise ValueError(f"class_names={self.class_names} must differ in more than case.")
+        if not isinstance(self.clip_denoised, bool):
+            raise ValueError(f"clip_denoised={self.clip_denoised!r} must be True or False.")
         if self.class_names and len(self.class_names) != self.class_num:
             raise ValueError(f"class_names has {len(self.class_names)} entries, expected class_num={self.class_num}.")
         if self.vae is not None and self.vae.embed_dim != self.vae_embed_dim:

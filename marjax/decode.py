@@ -117,7 +117,7 @@ def decode(
             cache, x = accel.tokens.apply(state.cache, view)
             z = mar.condition(params, x, view.predicted(positions.diffusion))
             new = sample_tokens(z, step_rows, segment.predicted)
-            tokens = lax.dynamic_update_slice(state.tokens, new, (0, step_rows.num_known, 0))
+            tokens = lax.dynamic_update_slice_in_dim(state.tokens, new, step_rows.num_known, axis=1)
             return DecodeState(tokens=tokens, cache=cache), None
 
         return step
@@ -139,12 +139,15 @@ def to_image_order(tokens: Array, order: Array) -> Array:
 
 def image_keys(rng: Array, indices: Array) -> Array:
     """[B] keys, one per image: they depend on (rng, index) alone."""
-    return jax.vmap(lambda index: jax.random.fold_in(rng, index))(indices)
+    # Threefry whatever the key's own implementation: another's draws depend on what else a vmap holds.
+    key = jax.random.wrap_key_data(jax.random.key_data(rng)[..., :2], impl="threefry2x32")
+    return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
 
 
 def random_order(keys: Array, seq_len: int) -> Array:
     """[B] image keys -> [B, S] int32 random generation orders."""
-    return jax.vmap(lambda key: jax.random.permutation(jax.random.fold_in(key, 0), seq_len))(keys).astype(jnp.int32)
+    positions = jnp.arange(seq_len, dtype=jnp.int32)
+    return jax.vmap(lambda key: jax.random.permutation(jax.random.fold_in(key, 0), positions))(keys)
 
 
 def random_noise(keys: Array, num_sampling_steps: int, token_dim: int) -> Noise:
@@ -158,7 +161,7 @@ def random_noise(keys: Array, num_sampling_steps: int, token_dim: int) -> Noise:
 
     def token_noise(key: Array, index: Array) -> Array:
         token_key = jax.random.fold_in(jax.random.fold_in(key, 1), index)
-        return jax.random.normal(token_key, (num_sampling_steps + 1, token_dim))
+        return jax.random.normal(token_key, (num_sampling_steps + 1, token_dim), jnp.float32)
 
     def noise(start: Array, count: int) -> Array:
         per_image = jax.vmap(jax.vmap(token_noise, (None, 0)), (0, None))

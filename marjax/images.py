@@ -23,7 +23,13 @@ OPTIONS_FILE = "options.json"
 
 
 def to_uint8(images: np.ndarray) -> np.ndarray:
-    """Images in [0, 1], of any shape, as rounded 8-bit values in [0, 255]."""
+    """Images in [0, 1], of any shape, as rounded 8-bit values in [0, 255].
+
+    Raises:
+        ValueError: if a value is NaN, which would become black.
+    """
+    if np.isnan(images).any():
+        raise ValueError("Images hold NaN; expected values in [0, 1]. Check the model's weights.")
     return np.rint(np.clip(np.asarray(images, np.float32), 0.0, 1.0) * 255.0).astype(np.uint8)
 
 

@@ -108,19 +108,19 @@ class Block(nn.Module):
     Attributes:
         dim: width E.
         num_heads: heads H.
-        mlp_ratio: hidden width of the MLP over E.
+        hidden: hidden width of the MLP.
     """
 
     dim: int
     num_heads: int
-    mlp_ratio: float
+    hidden: int
 
     def setup(self):
         self.norm1 = LayerNorm()
         self.qkv = Dense(3 * self.dim, narrow=True)
         self.proj = Dense(self.dim)
         self.norm2 = LayerNorm()
-        self.fc1 = Dense(int(self.dim * self.mlp_ratio))
+        self.fc1 = Dense(self.hidden)
         self.fc2 = Dense(self.dim)
 
     def project_qkv(self, x: Array) -> tuple[Array, Array, Array]:

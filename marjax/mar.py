@@ -58,7 +58,7 @@ def init(config: MARConfig, key: Array) -> PyTree:
     normal = nn.initializers.normal(0.02)
 
     def init_stack(width: int, heads: int, depth: int) -> PyTree:
-        block = Block(width, heads, config.mlp_ratio)
+        block = Block(width, heads, int(width * config.mlp_ratio))
         return jax.vmap(lambda k: block.init(k, jnp.zeros((1, 1, width)))["params"])(
             jax.random.split(next(keys), depth)
         )
@@ -240,7 +240,7 @@ def run_blocks(
 
 def _block_step(stack: PyTree, num_heads: int, key_mask: Array | None, dropout: Dropout | None) -> Callable:
     dim, hidden = stack["fc1"]["kernel"].shape[1:]
-    block = Block(dim, num_heads, hidden / dim)
+    block = Block(dim, num_heads, hidden)
     rates = dropout or Dropout(0.0, 0.0)
 
     def step(x: Array, params: PyTree, key: Array | None) -> Array:

@@ -28,6 +28,7 @@ from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
 from marjax.types import Array, MARParams, PyTree, cast_matrices
 
 DEFAULT_BATCH_SIZE = 64
+DEFAULT_NUM_ITER = 64
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -42,6 +43,7 @@ class _Static:
     cfg_schedule: str
     num_sampling_steps: str
     dtype: str
+    devices: tuple[jax.Device, ...]
 
 
 @struct.dataclass
@@ -83,7 +85,9 @@ def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
     if params.config.vae is not None and params.vae is None:
         raise ValueError("This model generates latents and carries no autoencoder; use sample_latents.")
     latents = sample_latents(params, rng, labels, **options)
-    return codec.latents_to_images(params.config, params.vae, latents)
+    images = codec.latents_to_images(params.config, params.vae, latents)
+    _check_finite("images", images, "float32")
+    return images
 
 
 def sample_latents(
@@ -92,7 +96,7 @@ def sample_latents(
     labels: Any,
     *,
     accel: str | Accel = "none",
-    num_iter: int = 64,
+    num_iter: int | None = None,
     cfg: float | Array | None = None,
     cfg_schedule: str | None = None,
     temperature: float | Array | None = None,
@@ -107,14 +111,16 @@ def sample_latents(
     """Generates latents (reference `MAR.sample_tokens`).
 
     A change of seed, labels, cfg (other than to or from 1.0) or temperature does not recompile. The function also
-    works inside a user's own `jax.jit`, with traced labels; what depends on values is then not checked.
+    works inside a user's own `jax.jit`, with traced labels; what depends on traced values is then not checked, and a
+    label out of range gives NaN. The batch is split over the devices that hold the weights, or over all local devices
+    where the weights were not put anywhere in particular.
 
     Args:
         params: the model.
         rng: a JAX PRNG key.
         labels: [B] class indices in [0, class_num), or None for unconditional images.
         accel: name of an acceleration, or an `Accel`.
-        num_iter: decode steps, in [1, S].
+        num_iter: decode steps, in [1, S]. None: 64, or S if that is less.
         cfg: guidance scale, finite and >= 0; 1.0 is no guidance and half the work. None: the model's default (1.0
             without labels).
         cfg_schedule: "linear" (from about 1 to `cfg` over the decode) or "constant". None: the model's default.
@@ -124,11 +130,11 @@ def sample_latents(
         order: "random", or [S] or [B, S] permutations: image positions (row-major) in the order of generation.
         noise: None, or a recorded [B, S, T + 1, D] array in generation order (initial noise first, then the draw of
             each diffusion step from the last to the first).
-        batch_size: images computed at once (default: all, at most 64). With `labels=None` and no `indices`, the
-            number of images.
+        batch_size: images computed at once (default: all, at most 64); rounded up to fill the devices. With
+            `labels=None` and no `indices`, the number of images.
         indices: [B] non-negative integers that name the images: together with `rng` they determine orders and
             noise. Default 0..B-1.
-        progress: called after each batch with the number of images done so far.
+        progress: called after each batch with the number of images done so far (inside a jit, while tracing).
 
     Returns:
         [B, h, w, c] float32 latents.
@@ -150,21 +156,19 @@ def sample_latents(
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
-    plan = plan_for(config, num_iter, num_steps)
-    static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, _check_dtype(dtype))
+    plan = plan_for(config, min(DEFAULT_NUM_ITER, config.seq_len) if num_iter is None else num_iter, num_steps)
+    dtype, devices = _check_dtype(dtype), _devices(params)
+    static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
     total = len(images.indices)
-    size = min(total, DEFAULT_BATCH_SIZE) if batch_size is None else min(total, batch_size)
+    at_once = DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
+    size = math.ceil(min(total, at_once) / len(devices)) * len(devices)
     latents = []
     for start in range(0, total, size):
         # The last batch is filled up with copies of its last image, so that every batch has one shape.
         select = np.minimum(np.arange(start, start + size), total - 1)
         batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
         latents.append(batch[: total - start])
-        if not isinstance(batch, jax.core.Tracer) and not bool(jnp.isfinite(latents[-1]).all()):
-            raise ValueError(
-                "The model generated non-finite latents; its weights hold NaN or infinite values, or are too large "
-                f"for dtype {static.dtype}. Check the checkpoint, or use dtype='float32'."
-            )
+        _check_finite("latents", latents[-1], dtype)
         if progress is not None:
             progress(min(start + size, total))
     return jnp.concatenate(latents) if len(latents) > 1 else latents[0]
@@ -205,19 +209,18 @@ def _run(
     cfg: Array,
     temperature: Array,
 ) -> Array:
-    """One batch of latents, split over the local devices."""
-    devices = jax.local_devices()
-    shared, split = PartitionSpec(), PartitionSpec("batch")
-    size = images.indices.shape[0]
-    padded = np.minimum(np.arange(math.ceil(size / len(devices)) * len(devices)), size - 1)
-    tokens = shard_map(
-        functools.partial(_generate, static),
-        mesh=Mesh(np.array(devices), ("batch",)),
-        in_specs=(shared, shared, split, shared, shared, shared),
-        out_specs=split,
-        check_vma=False,
-    )(params, rng, images.take(padded), rows, cfg, temperature)
-    return codec.unpatchify(tokens[:size], static.config.patch_size)
+    """One batch of latents, split evenly over the devices."""
+    generate = functools.partial(_generate, static)
+    if len(static.devices) > 1:
+        shared, split = PartitionSpec(), PartitionSpec("batch")
+        generate = shard_map(
+            generate,
+            mesh=Mesh(np.array(static.devices), ("batch",)),
+            in_specs=(shared, shared, split, shared, shared, shared),
+            out_specs=split,
+            check_vma=False,
+        )
+    return codec.unpatchify(generate(params, rng, images, rows, cfg, temperature), static.config.patch_size)
 
 
 def _generate(
@@ -255,22 +258,28 @@ def _generate(
     )
 
 
+def _devices(params: MARParams) -> tuple[jax.Device, ...]:
+    """Where to compute: where the weights were put, or on all local devices."""
+    leaf = jax.tree.leaves(params.mar)[0]
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed:
+        return tuple(sorted(leaf.sharding.addressable_devices, key=lambda device: device.id))
+    return tuple(jax.local_devices())
+
+
 def _check_images(
     config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, batch_size: int | None
 ) -> _Images:
     if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
         raise ValueError(f"batch_size={batch_size!r} must be a positive integer.")
     if labels is not None:
-        labels = _integers("labels", labels)
-        _check_range("labels", labels, config.class_num)
+        labels = _check_range("labels", _integers("labels", labels), config.class_num)
     if indices is not None:
-        indices = _integers("indices", indices)
-        _check_range("indices", indices, None)
+        indices = _check_range("indices", _integers("indices", indices), 2**31)
     if labels is None and indices is None and batch_size is None:
         raise ValueError("labels=None needs batch_size (how many images) or indices.")
     total = len(labels) if labels is not None else len(indices) if indices is not None else batch_size
     if indices is None:
-        indices = jnp.arange(total, dtype=jnp.int32)
+        indices = np.arange(total, dtype=np.int32)
     if len(indices) != total:
         raise ValueError(f"indices has {len(indices)} entries for {total} labels; give one index per image.")
     return _Images(
@@ -281,30 +290,26 @@ def _check_images(
     )
 
 
-def _integers(name: str, values: Any) -> Array:
-    """A non-empty 1-D int32 array."""
+def _integers(name: str, values: Any) -> Array | np.ndarray:
+    """A non-empty 1-D int32 array; numpy unless traced, so that it can be checked under a user's jit too."""
     try:
-        array = values if isinstance(values, jax.Array) else np.asarray(values)
+        array = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     except ValueError as error:
         raise TypeError(f"{name}={values!r} must be a list of integers.") from error
     if array.ndim != 1 or array.shape[0] == 0:
         raise ValueError(f"{name} must be a non-empty list or 1-D array of integers, got shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}.")
-    if not isinstance(array, jax.Array):
-        limits = np.iinfo(np.int32)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise ValueError(f"{name} must fit 32 bits, got {array.min()} to {array.max()}.")
-    return jnp.asarray(array, jnp.int32)
+    return array
 
 
-def _check_range(name: str, array: Array, stop: int | None) -> None:
-    if isinstance(array, jax.core.Tracer):
-        return
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or (stop is not None and high >= stop):
-        value = low if low < 0 else high
-        raise ValueError(f"{name} holds {value}; expected {'integers >= 0' if stop is None else f'0 to {stop - 1}'}.")
+def _check_range(name: str, array: Array | np.ndarray, stop: int) -> Array | np.ndarray:
+    """The array as int32, checked to lie in [0, stop) unless traced."""
+    if not isinstance(array, jax.core.Tracer):
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= stop:
+            raise ValueError(f"{name} holds {low if low < 0 else high}; expected 0 to {stop - 1}.")
+    return array.astype(np.int32)
 
 
 def _check_order(order: Any, total: int, seq_len: int) -> Array | None:
@@ -329,7 +334,7 @@ def _check_cfg(config: MARConfig, cfg: float | Array | None, conditional: bool) 
     if not conditional:
         if cfg is not None and (isinstance(cfg, jax.core.Tracer) or float(cfg) != 1.0):
             raise ValueError(f"cfg={cfg} needs labels: unconditional images have nothing to be guided by.")
-        return jnp.float32(1.0), False
+        return np.float32(1.0), False
     cfg = _check_scale("cfg", config.cfg if cfg is None else cfg)
     return cfg, isinstance(cfg, jax.core.Tracer) or float(cfg) != 1.0
 
@@ -341,9 +346,19 @@ def _check_scale(name: str, value: float | Array) -> Array:
             number = float(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}={value!r} must be a number.") from error
-        if not math.isfinite(number) or number < 0:
+        # What is finite in float64 may not be in float32.
+        if not 0 <= number <= float(np.finfo(np.float32).max):
             raise ValueError(f"{name}={value} must be finite and >= 0.")
-    return jnp.asarray(value, jnp.float32)
+    return value if isinstance(value, jax.core.Tracer) else np.float32(number)
+
+
+def _check_finite(what: str, values: Array, dtype: str) -> None:
+    """Refuses NaN and infinite values, unless traced: a picture of them would look like a black one."""
+    if not isinstance(values, jax.core.Tracer) and not bool(jnp.isfinite(values).all()):
+        raise ValueError(
+            f"The model generated non-finite {what}; its weights hold NaN or infinite values, or are too large for "
+            f"dtype {dtype}. Check the checkpoint, or use dtype='float32'."
+        )
 
 
 def default_dtype() -> str:

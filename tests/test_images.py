@@ -151,3 +151,8 @@ def test_directory_of_other_things_is_refused(tmp_path):
     with pytest.raises(ValueError, match="4 channels"):
         ImageDirectory(tmp_path / "new", ["bag"], (8, 8, 4), {})
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_nan_is_not_black():
+    with pytest.raises(ValueError, match="Images hold NaN"):
+        images.to_uint8(np.array([0.5, np.nan]))

@@ -220,7 +220,7 @@ def test_dropout_of_blocks(stack):
 def test_block_parts_against_numpy():
     """A block as the definition says, in float64: pre-norm, exact GELU, softmax over Dh^-0.5 scaled scores."""
     rng = np.random.default_rng(2)
-    block = layers.Block(8, 2, 3.0)
+    block = layers.Block(8, 2, 24)
     x = rng.normal(size=(2, 5, 8))
     shapes = jax.eval_shape(block.init, jax.random.key(0), x)["params"]
     params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), shapes)

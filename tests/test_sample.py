@@ -158,6 +158,35 @@ def test_works_inside_a_users_jit(batch):
     assert np.isnan(generate(PARAMS, KEY, np.full(8, 10), 3.0)).all()
 
 
+def test_users_jit_may_close_over_arrays_and_is_unguided_at_cfg_1(monkeypatch):
+    """Inside a jit, jnp turns constants into tracers: checks and choices must not depend on that."""
+    guided, run = [], sample._run
+    monkeypatch.setattr(sample, "_run", lambda static, *rest: (guided.append(static.guided), run(static, *rest))[1])
+    labels, wrong = jnp.array([3, 4]), jnp.array([9, 10])
+    jax.eval_shape(lambda key: marjax.sample_latents(PARAMS, key, labels, **{**OPTIONS, "cfg": 1.0}), KEY)
+    jax.eval_shape(lambda key: marjax.sample_latents(PARAMS, key, labels, **OPTIONS), KEY)
+    assert guided == [False, True]
+    with pytest.raises(ValueError, match="labels holds 10; expected 0 to 9"):
+        jax.eval_shape(lambda key: marjax.sample_latents(PARAMS, key, wrong, **OPTIONS), KEY)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_contract_holds_for_every_kind_of_key(impl):
+    key = jax.random.key(3, impl=impl)
+    both, alone = decode.image_keys(key, jnp.arange(2)), decode.image_keys(key, jnp.array([1]))
+    np.testing.assert_array_equal(decode.random_order(both, 64)[1], decode.random_order(alone, 64)[0])
+    noise = [np.asarray(decode.random_noise(keys, 4, 16)(5, 3)) for keys in (both, alone)]
+    np.testing.assert_array_equal(noise[0].reshape(5, 2, 3, 16)[:, 1], noise[1].reshape(5, 1, 3, 16)[:, 0])
+
+
+def test_raw_and_typed_keys_are_the_same():
+    raw, typed = (
+        decode.image_keys(jax.random.PRNGKey(3), jnp.arange(2)),
+        decode.image_keys(jax.random.key(3), jnp.arange(2)),
+    )
+    np.testing.assert_array_equal(jax.random.key_data(raw), jax.random.key_data(typed))
+
+
 def test_given_order_is_used():
     raster = np.arange(CONFIG.seq_len)
     one = marjax.sample_latents(PARAMS, KEY, [2, 2], indices=[4, 9], order=raster, **OPTIONS)
@@ -224,7 +253,7 @@ def test_images_of_a_latent_model():
         marjax.sample(params.replace(vae=None), KEY, [0], **OPTIONS)
 
 
-def compiled_text(monkeypatch, params, **options) -> str:
+def compiled_text(monkeypatch, params, labels=LABELS, **options) -> str:
     """The optimised HLO of the program that a sampling call runs."""
     calls, run = [], sample._run
 
@@ -233,7 +262,7 @@ def compiled_text(monkeypatch, params, **options) -> str:
         return run(*arguments)
 
     monkeypatch.setattr(sample, "_run", capture)
-    marjax.sample_latents(params, KEY, LABELS, **{**OPTIONS, **options})
+    marjax.sample_latents(params, KEY, labels, **{**OPTIONS, **options})
     (arguments,) = calls
     return run.lower(*arguments).compile().as_text()
 
@@ -270,7 +299,7 @@ class Patch:
     def setattr(self, target, name, value):
         setattr(target, name, value)
 latents = t.marjax.sample_latents(t.PARAMS, t.KEY, t.LABELS[:6], **t.OPTIONS)
-text = t.compiled_text(Patch(), t.PARAMS)
+text = t.compiled_text(Patch(), t.PARAMS, labels=t.LABELS[:6])
 keys = decode.image_keys(t.KEY, jax.numpy.arange(6))
 np.savez(
     sys.argv[2],
@@ -311,12 +340,12 @@ def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path)
         ([], {}, r"labels must be a non-empty list"),
         ([[1, 2]], {}, r"non-empty list or 1-D array of integers, got shape \(1, 2\)"),
         (3, {}, r"got shape \(\)"),
-        ([2**40], {}, r"labels must fit 32 bits"),
+        ([2**40], {}, r"labels holds 1099511627776; expected 0 to 9"),
         (None, {}, r"labels=None needs batch_size"),
         (None, {"batch_size": 2, "cfg": 3.0}, r"cfg=3.0 needs labels"),
         ([1], {"batch_size": 0}, r"batch_size=0 must be a positive integer"),
         ([1], {"indices": [0, 1]}, r"indices has 2 entries for 1 labels"),
-        ([1], {"indices": [-2]}, r"indices holds -2; expected integers >= 0"),
+        ([1], {"indices": [-2]}, r"indices holds -2; expected 0 to 2147483647"),
         ([1], {"num_iter": 0}, r"num_iter=0 must be an integer in \[1, 64\]"),
         ([1], {"num_iter": 65}, r"num_iter=65 must be an integer in \[1, 64\]"),
         ([1], {"num_iter": 2.0}, r"num_iter=2.0 must be an integer"),
@@ -325,6 +354,7 @@ def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path)
         ([1], {"temperature": "hot"}, r"temperature='hot' must be a number"),
         ([1], {"cfg": -1.0}, r"cfg=-1.0 must be finite and >= 0"),
         ([1], {"cfg": float("inf")}, r"cfg=inf must be finite"),
+        ([1], {"cfg": 1e39}, r"cfg=1e\+39 must be finite"),
         ([1], {"cfg_schedule": "cosine"}, r"cfg_schedule='cosine' must be one of linear, constant"),
         ([1], {"num_sampling_steps": 1}, r"at least 2 steps"),
         ([1], {"num_sampling_steps": "many"}, r"num_sampling_steps='many'"),
