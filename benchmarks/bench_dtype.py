@@ -41,8 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mar_base")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--num-iter", type=int, default=4)
-    parser.add_argument("--num-sampling-steps", type=int, default=25)
+    parser.add_argument("--num-iter", type=int, default=2)
+    parser.add_argument("--num-sampling-steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
 
