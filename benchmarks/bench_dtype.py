@@ -20,9 +20,7 @@ import jax.numpy as jnp
 
 import marjax
 from marjax import mar
-from marjax.types import MARParams
-
-DTYPES = ("float32", "bfloat16")
+from marjax.types import DTYPES, MARParams
 
 
 def load_model(name: str) -> MARParams:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from marjax import accel, checkpoint
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.files import atomic_write
-from marjax.sample import DEFAULT_NUM_ITER, DTYPES, default_dtype
+from marjax.sample import DEFAULT_NUM_ITER, default_dtype, default_num_iter
+from marjax.types import DTYPES
 
 WEIGHTS = ("ema", "raw")  # models in a training run's directory
 
@@ -194,7 +195,7 @@ def sampling_settings(args: argparse.Namespace, config: MARConfig, *, conditiona
     """The keyword arguments of `marjax.sample` that determine the images, every default spelled out."""
     settings = {"accel": args.accel, "num_iter": args.num_iter, "dtype": args.dtype or default_dtype()}
     if args.num_iter is None:
-        settings["num_iter"] = min(DEFAULT_NUM_ITER, config.seq_len)
+        settings["num_iter"] = default_num_iter(config)
     for name in ("cfg", "cfg_schedule", "temperature", "num_sampling_steps"):
         given = getattr(args, name)
         settings[name] = getattr(config, name) if given is None else given

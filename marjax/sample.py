@@ -25,11 +25,10 @@ from marjax import codec, decode, diffusion, mar
 from marjax.accel import Accel, resolve
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
-from marjax.types import Array, MARParams, PyTree, cast_matrices
+from marjax.types import DTYPES, Array, MARParams, PyTree, cast_matrices
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_NUM_ITER = 64
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +155,7 @@ def sample_latents(
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
-    plan = plan_for(config, min(DEFAULT_NUM_ITER, config.seq_len) if num_iter is None else num_iter, num_steps)
+    plan = plan_for(config, default_num_iter(config) if num_iter is None else num_iter, num_steps)
     dtype, devices = _check_dtype(dtype), _devices(params)
     static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
     total = len(images.indices)
@@ -291,7 +290,7 @@ def _check_images(
 
 
 def _integers(name: str, values: Any) -> Array | np.ndarray:
-    """A non-empty 1-D int32 array; numpy unless traced, so that it can be checked under a user's jit too."""
+    """A non-empty 1-D array of integers; numpy unless traced, so that it can be checked under a user's jit too."""
     try:
         array = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     except ValueError as error:
@@ -359,6 +358,11 @@ def _check_finite(what: str, values: Array, dtype: str) -> None:
             f"The model generated non-finite {what}; its weights hold NaN or infinite values, or are too large for "
             f"dtype {dtype}. Check the checkpoint, or use dtype='float32'."
         )
+
+
+def default_num_iter(config: MARConfig) -> int:
+    """The decode steps where none are asked for: 64, or one per token if there are fewer."""
+    return min(DEFAULT_NUM_ITER, config.seq_len)
 
 
 def default_dtype() -> str:

@@ -35,9 +35,7 @@ from marjax.config import MARConfig
 from marjax.files import atomic_write
 from marjax.objective import Draws, Objective
 from marjax.optimizer import OptimizerConfig
-from marjax.types import Array, MARParams, PyTree, cast_matrices
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+from marjax.types import DTYPES, Array, MARParams, PyTree, cast_matrices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,8 @@ from marjax.config import MARConfig
 Array = jax.Array
 PyTree = Any
 
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # compute dtypes by name
+
 
 @struct.dataclass
 class MARParams:
