@@ -41,6 +41,7 @@ from marjax.types import MARParams, PyTree, cast_matrices
 
 SHIPPED = ("fashion_mnist",)  # models in marjax/assets
 SUFFIX = ".safetensors"
+RUN_MODELS = ("ema", "raw")  # the checkpoints in a training run's directory
 DTYPES = ("float32", "bfloat16")  # of kernels; every other leaf is float32
 
 _HEADER_FILE, _ARRAYS_DIR = "config.json", "params"
@@ -166,6 +167,14 @@ def describe(source: str | os.PathLike[str]) -> Header:
         return header
 
 
+def fingerprint(params: MARParams) -> str:
+    """SHA-256 of a model's arrays: their names, shapes, dtypes and contents."""
+    leaves = jax.tree_util.tree_leaves_with_path({"mar": params.mar, "vae": params.vae})
+    arrays = {_name(path): np.asarray(leaf) for path, leaf in leaves}
+    facts = [f"{name} {array.dtype.name} {array.shape} {_digest(array)}" for name, array in sorted(arrays.items())]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
 # Writing.
 
 
@@ -247,6 +256,8 @@ def _reporting(prefix: str) -> Iterator[None]:
 
 def _read_header(path: Path) -> Header:
     if path.is_dir():
+        if all((path / name).is_dir() for name in RUN_MODELS):
+            raise ValueError(f"it is the directory of a training run; give {path / RUN_MODELS[0]}")
         try:
             return Header.from_json((path / _HEADER_FILE).read_bytes())
         except OSError as error:

@@ -1,7 +1,7 @@
 """The command line: parser, exit codes, and `marjax info`.
 
 Bad input ends with exit code 2 and one sentence on stderr, a diverged training run with 1, Ctrl-C with 130. Anything
-else that goes wrong is a bug, and shows its traceback.
+else that goes wrong is a bug, and shows its traceback; with $MARJAX_TRACEBACK set, so does bad input.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ EPILOG = """examples:
   marjax info
 
 Options may be spelled with hyphens or underscores. Compiled programs are kept in $MARJAX_CACHE_DIR (default:
-~/.cache/marjax).
+~/.cache/marjax). Set $MARJAX_TRACEBACK=1 to see where an error came from.
 """
 
 
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NonFiniteLossError as error:
         return _fail(DIVERGED, error)
     except (ValueError, TypeError, OSError) as error:
+        if os.environ.get("MARJAX_TRACEBACK"):
+            raise
         return _fail(BAD_INPUT, error)
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted.")

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from marjax import accel, checkpoint
+from marjax.arguments import DEFAULT_NUM_ITER, default_dtype, default_num_iter
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.files import atomic_write
-from marjax.sample import DEFAULT_NUM_ITER, default_dtype, default_num_iter
 from marjax.types import DTYPES
-
-WEIGHTS = ("ema", "raw")  # models in a training run's directory
 
 
 class Parser(argparse.ArgumentParser):
@@ -142,7 +140,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
     """Adds the choice between the models of a training run."""
-    parser.add_argument("--weights", choices=WEIGHTS, help="which model of a training run's directory (default: ema)")
+    default, other = checkpoint.RUN_MODELS
+    text = f"which model of a training run's directory: {default} (default) or {other}"
+    parser.add_argument("--weights", choices=checkpoint.RUN_MODELS, help=text)
 
 
 def locate_model(model: str, weights: str | None) -> str:
@@ -151,9 +151,9 @@ def locate_model(model: str, weights: str | None) -> str:
     Raises:
         ValueError: if weights are asked for where there is no choice.
     """
-    is_run = model not in checkpoint.SHIPPED and all(Path(model, name).is_dir() for name in WEIGHTS)
+    is_run = model not in checkpoint.SHIPPED and all(Path(model, name).is_dir() for name in checkpoint.RUN_MODELS)
     if is_run:
-        return os.fspath(Path(model, weights or WEIGHTS[0]))
+        return os.fspath(Path(model, weights or checkpoint.RUN_MODELS[0]))
     if weights is not None:
         raise ValueError(
             f"--weights {weights} is for a training run's directory, which '{model}' is not; leave it out."

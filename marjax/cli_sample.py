@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from marjax import checkpoint, images
+from marjax.arguments import DEFAULT_BATCH_SIZE, label_list
 from marjax.cli_options import (
     add_model,
     add_sampling,
@@ -27,7 +28,7 @@ from marjax.compilation import Stopwatch
 from marjax.config import MARConfig
 from marjax.data import IMAGE_EXTENSIONS
 from marjax.header import Header
-from marjax.sample import DEFAULT_BATCH_SIZE, label_list, sample
+from marjax.sample import sample
 from marjax.types import Array, MARParams
 
 GRID_SUFFIX = ".png"

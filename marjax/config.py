@@ -11,6 +11,8 @@ import math
 import numbers
 from typing import Any
 
+from marjax.noise_schedule import kept_timesteps
+
 CFG_SCHEDULES = ("linear", "constant")
 
 
@@ -107,6 +109,9 @@ class MARConfig:
                 raise ValueError(f"{stack}_embed_dim={dim} must be a multiple of {stack}_num_heads={heads}.")
         if self.cfg_schedule not in CFG_SCHEDULES:
             raise ValueError(f"cfg_schedule={self.cfg_schedule!r} must be one of {', '.join(CFG_SCHEDULES)}.")
+        if not isinstance(self.num_sampling_steps, str):
+            raise ValueError(f"num_sampling_steps={self.num_sampling_steps!r} must be a string.")
+        kept_timesteps(self.num_sampling_steps)
         for name, low in (("mlp_ratio", 0.0), ("cfg", -1.0), ("temperature", -1.0)):
             value = getattr(self, name)
             if not _is_finite(value) or value <= low or value < 0:

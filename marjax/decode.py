@@ -24,8 +24,8 @@ from jax import lax
 from marjax import diffusion, diffusion_head, mar
 from marjax.accel.base import Accel, StepInput
 from marjax.config import MARConfig
-from marjax.diffusion import NoiseSchedule
 from marjax.layers import dense
+from marjax.noise_schedule import NoiseSchedule
 from marjax.schedule import Rows, Segment
 from marjax.types import Array, PyTree
 

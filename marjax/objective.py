@@ -19,10 +19,8 @@ from flax import struct
 from marjax import diffusion, diffusion_head, mar
 from marjax.config import MARConfig
 from marjax.layers import dense
+from marjax.noise_schedule import TRAIN_STEPS
 from marjax.types import Array, PyTree
-
-MASK_RATIO_MEAN = 1.0
-MASK_RATIO_STD = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,8 @@ class Objective:
     """Constants of the objective; the defaults are the reference's published recipe.
 
     Attributes:
-        mask_ratio_min: smallest share of masked tokens, in (0, 1].
+        mask_ratio_min: smallest share of masked tokens, in (0, 1]. The largest is 1, the mode of the distribution.
+        mask_ratio_std: standard deviation of that share before it is truncated.
         label_drop_prob: probability of training a label's image unconditionally, in [0, 1).
         attn_dropout, proj_dropout: dropout rates, in [0, 1).
         diffusion_batch_mul: timesteps and noises drawn per token and image.
@@ -39,6 +38,7 @@ class Objective:
     """
 
     mask_ratio_min: float = 0.7
+    mask_ratio_std: float = 0.25
     label_drop_prob: float = 0.1
     attn_dropout: float = 0.1
     proj_dropout: float = 0.1
@@ -49,6 +49,8 @@ class Objective:
     def __post_init__(self):
         if not 0.0 < self.mask_ratio_min <= 1.0:
             raise ValueError(f"mask_ratio_min={self.mask_ratio_min} must lie in (0, 1].")
+        if not (math.isfinite(self.mask_ratio_std) and self.mask_ratio_std > 0.0):
+            raise ValueError(f"mask_ratio_std={self.mask_ratio_std} must be a positive finite number.")
         for name in ("label_drop_prob", "attn_dropout", "proj_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
@@ -84,13 +86,13 @@ def draw(objective: Objective, config: MARConfig, key: Array, batch_size: int) -
     """Draws orders, mask ratio, timesteps, noise and dropped labels."""
     k_order, k_ratio, k_t, k_noise, k_drop = jax.random.split(key, 5)
     seq_len, rows = config.seq_len, (objective.diffusion_batch_mul, batch_size, config.seq_len)
-    low = (objective.mask_ratio_min - MASK_RATIO_MEAN) / MASK_RATIO_STD
-    ratio = MASK_RATIO_MEAN + MASK_RATIO_STD * jax.random.truncated_normal(k_ratio, low, 0.0)
+    low = (objective.mask_ratio_min - 1.0) / objective.mask_ratio_std
+    ratio = 1.0 + objective.mask_ratio_std * jax.random.truncated_normal(k_ratio, low, 0.0)
     num_masked = jnp.clip(jnp.ceil(seq_len * ratio).astype(jnp.int32), seq_len - objective.max_known(seq_len), seq_len)
     return Draws(
         order=jax.vmap(lambda k: jax.random.permutation(k, seq_len))(jax.random.split(k_order, batch_size)),
         num_known=seq_len - num_masked,
-        t=jax.random.randint(k_t, rows, 0, diffusion.TRAIN_STEPS),
+        t=jax.random.randint(k_t, rows, 0, TRAIN_STEPS),
         noise=jax.random.normal(k_noise, (*rows, config.token_dim)),
         drop_label=jax.random.bernoulli(k_drop, objective.label_drop_prob, (batch_size,)),
     )

@@ -19,7 +19,6 @@ from marjax.types import Array, PyTree
 LR_SCHEDULES = ("constant", "cosine")
 OPTIMIZERS = ("adamw", "muon")
 STACKS = ("encoder_blocks", "decoder_blocks", "res_blocks")  # depth-stacked subtrees: leaves have a layer axis
-MUON_RMS = 0.2  # rescales Muon's updates to the size of Adam's, so that both take the same learning rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,9 @@ class OptimizerConfig:
         warmup_epochs: length of the warm-up; fractions are allowed.
         weight_decay: decoupled decay of matrices and embeddings outside the diffusion head.
         beta1, beta2: Adam's moments.
+        eps: Adam's epsilon.
+        muon_momentum: Muon's momentum.
+        muon_rms: root mean square of Muon's updates; 0.2 is that of Adam's, so both take the same learning rate.
         grad_clip: largest global gradient norm.
     """
 
@@ -47,13 +49,16 @@ class OptimizerConfig:
     weight_decay: float = 0.02
     beta1: float = 0.9
     beta2: float = 0.95
+    eps: float = 1e-8
+    muon_momentum: float = 0.95
+    muon_rms: float = 0.2
     grad_clip: float = 3.0
 
     def __post_init__(self):
         for name, choices in (("optimizer", OPTIMIZERS), ("lr_schedule", LR_SCHEDULES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
-        for name in ("blr", "grad_clip") + (() if self.lr is None else ("lr",)):
+        for name in ("blr", "grad_clip", "eps", "muon_rms") + (() if self.lr is None else ("lr",)):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive finite number.")
@@ -61,7 +66,7 @@ class OptimizerConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value} must be finite and >= 0.")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
 
@@ -103,16 +108,19 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     Muon decays the matrices it orthogonalises; what it leaves to Adam (embeddings, norms, projections) is not decayed.
     """
     if config.optimizer == "adamw":
-        update = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decay_mask)
+        moments = (config.beta1, config.beta2, config.eps)
+        update = optax.adamw(schedule, *moments, weight_decay=config.weight_decay, mask=decay_mask)
     else:
         update = contrib.muon(
             schedule,
+            beta=config.muon_momentum,
+            eps=config.eps,
             weight_decay=config.weight_decay,
             weight_decay_mask=decay_mask,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             muon_weight_dimension_numbers=_muon_dimensions,
-            consistent_rms=MUON_RMS,
+            consistent_rms=config.muon_rms,
         )
     return optax.chain(optax.clip_by_global_norm(config.grad_clip), update)
 

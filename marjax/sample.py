@@ -11,24 +11,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import shard_map
 from jax.sharding import Mesh, PartitionSpec
 
-from marjax import codec, decode, diffusion, mar
+from marjax import arguments, codec, decode, mar
 from marjax.accel import Accel, resolve
+from marjax.arguments import Images
 from marjax.config import CFG_SCHEDULES, MARConfig
+from marjax.noise_schedule import noise_schedule
 from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
 from marjax.types import DTYPES, Array, MARParams, PyTree, cast_matrices
-
-DEFAULT_BATCH_SIZE = 64
-DEFAULT_NUM_ITER = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,27 +41,6 @@ class _Static:
     num_sampling_steps: str
     dtype: str
     devices: tuple[jax.Device, ...]
-
-
-@struct.dataclass
-class _Images:
-    """What determines each image, beside the options; arrays of length B, or None.
-
-    Attributes:
-        indices: [B] int32.
-        labels: [B] int32, or None for unconditional images.
-        order: [B, S] int32, or None for random orders.
-        noise: [B, S, T + 1, D], or None for fresh noise.
-    """
-
-    indices: Array
-    labels: Array | None
-    order: Array | None
-    noise: Array | None
-
-    def take(self, select: np.ndarray) -> _Images:
-        """Some of the images."""
-        return jax.tree.map(lambda part: part[select], self)
 
 
 def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
@@ -81,11 +58,11 @@ def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
     Raises:
         ValueError, TypeError: as `sample_latents`; also if a latent model comes without its autoencoder.
     """
-    if params.config.vae is not None and params.vae is None:
+    if arguments.check_params(params).config.vae is not None and params.vae is None:
         raise ValueError("This model generates latents and carries no autoencoder; use sample_latents.")
     latents = sample_latents(params, rng, labels, **options)
     images = codec.latents_to_images(params.config, params.vae, latents)
-    _check_finite("images", images, "float32")
+    arguments.check_finite("images", images, "float32")
     return images
 
 
@@ -112,7 +89,8 @@ def sample_latents(
     A change of seed, labels, cfg (other than to or from 1.0) or temperature does not recompile. The function also
     works inside a user's own `jax.jit`, with traced labels; what depends on traced values is then not checked, and a
     label out of range gives NaN. The batch is split over the devices that hold the weights, or over all local devices
-    where the weights were not put anywhere in particular.
+    where the weights were not put anywhere in particular. Under a mesh of the caller's (`jax.set_mesh`, `shard_map`)
+    placement is left to it.
 
     Args:
         params: the model.
@@ -140,34 +118,36 @@ def sample_latents(
 
     Raises:
         ValueError: if an argument is out of range or shapes disagree, or if the weights give non-finite latents.
-        TypeError: if labels or indices are not integers.
+        TypeError: if labels or indices are not integers, `rng` is not a key, or `params` is not a model.
     """
-    config = params.config
-    images = _check_images(config, labels, indices, order, noise, batch_size)
-    cfg, guided = _check_cfg(config, cfg, images.labels is not None)
-    temperature = _check_scale("temperature", config.temperature if temperature is None else temperature)
+    config = arguments.check_params(params).config
+    rng = arguments.check_key(rng)
+    images = arguments.check_images(config, labels, indices, order, noise, batch_size)
+    cfg, guided = arguments.check_cfg(config, cfg, images.labels is not None)
+    temperature = arguments.check_scale("temperature", config.temperature if temperature is None else temperature)
     cfg_schedule = config.cfg_schedule if cfg_schedule is None else cfg_schedule
     if cfg_schedule not in CFG_SCHEDULES:
         raise ValueError(f"cfg_schedule={cfg_schedule!r} must be one of {', '.join(CFG_SCHEDULES)}.")
     steps = config.num_sampling_steps if num_sampling_steps is None else str(num_sampling_steps)
-    num_steps = diffusion.noise_schedule(steps).num_steps
+    num_steps = noise_schedule(steps).num_steps
     expected = (len(images.indices), config.seq_len, num_steps + 1, config.token_dim)
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
-    plan = plan_for(config, default_num_iter(config) if num_iter is None else num_iter, num_steps)
-    dtype, devices = _check_dtype(dtype), _devices(params)
+    plan = plan_for(config, arguments.default_num_iter(config) if num_iter is None else num_iter, num_steps)
+    dtype, devices = arguments.check_dtype(dtype), _devices(params.mar)
     static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
     total = len(images.indices)
-    at_once = DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
-    size = math.ceil(min(total, at_once) / len(devices)) * len(devices)
+    at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
+    shares = max(1, len(devices))
+    size = math.ceil(min(total, at_once) / shares) * shares
     latents = []
     for start in range(0, total, size):
         # The last batch is filled up with copies of its last image, so that every batch has one shape.
         select = np.minimum(np.arange(start, start + size), total - 1)
         batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
         latents.append(batch[: total - start])
-        _check_finite("latents", latents[-1], dtype)
+        arguments.check_finite("latents", latents[-1], dtype)
         if progress is not None:
             progress(min(start + size, total))
     return jnp.concatenate(latents) if len(latents) > 1 else latents[0]
@@ -203,7 +183,7 @@ def _run(
     static: _Static,
     params: PyTree,
     rng: Array,
-    images: _Images,
+    images: Images,
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
@@ -226,7 +206,7 @@ def _generate(
     static: _Static,
     params: PyTree,
     rng: Array,
-    images: _Images,
+    images: Images,
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
@@ -234,7 +214,7 @@ def _generate(
     """One device's share of a batch: [B, S, D] tokens in image order."""
     config = static.config
     params = cast_matrices(params, DTYPES[static.dtype])
-    noise_schedule = diffusion.noise_schedule(static.num_sampling_steps)
+    schedule = noise_schedule(static.num_sampling_steps)
     batch = images.indices.shape[0]
     keys = decode.image_keys(rng, images.indices)
     class_emb = mar.class_embedding(params, images.labels, batch)
@@ -248,151 +228,20 @@ def _generate(
         accel=static.accel,
         order=decode.random_order(keys, config.seq_len) if images.order is None else images.order,
         class_emb=class_emb,
-        noise=decode.random_noise(keys, noise_schedule.num_steps, config.token_dim)
+        noise=decode.random_noise(keys, schedule.num_steps, config.token_dim)
         if images.noise is None
         else decode.recorded_noise(images.noise),
         guidance=(lambda step: step.guidance(cfg, static.cfg_schedule)) if static.guided else None,
         temperature=temperature,
-        noise_schedule=noise_schedule,
+        noise_schedule=schedule,
     )
 
 
-def _devices(params: MARParams) -> tuple[jax.Device, ...]:
-    """Where to compute: where the weights were put, or on all local devices."""
-    leaf = jax.tree.leaves(params.mar)[0]
+def _devices(params: PyTree) -> tuple[jax.Device, ...]:
+    """Over which devices to split a batch: those that hold the weights, or all local ones; none under a user's mesh."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return ()
+    leaf = jax.tree.leaves(params)[0]
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed:
         return tuple(sorted(leaf.sharding.addressable_devices, key=lambda device: device.id))
     return tuple(jax.local_devices())
-
-
-def _check_images(
-    config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, batch_size: int | None
-) -> _Images:
-    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
-        raise ValueError(f"batch_size={batch_size!r} must be a positive integer.")
-    if labels is not None:
-        labels = _check_range("labels", _integers("labels", labels), config.class_num)
-    if indices is not None:
-        indices = _check_range("indices", _integers("indices", indices), 2**31)
-    if labels is None and indices is None and batch_size is None:
-        raise ValueError("labels=None needs batch_size (how many images) or indices.")
-    total = len(labels) if labels is not None else len(indices) if indices is not None else batch_size
-    if indices is None:
-        indices = np.arange(total, dtype=np.int32)
-    if len(indices) != total:
-        raise ValueError(f"indices has {len(indices)} entries for {total} labels; give one index per image.")
-    return _Images(
-        labels=labels,
-        indices=indices,
-        order=_check_order(order, total, config.seq_len),
-        noise=None if noise is None else jnp.asarray(noise, jnp.float32),
-    )
-
-
-def _integers(name: str, values: Any) -> Array | np.ndarray:
-    """A non-empty 1-D array of integers; numpy unless traced, so that it can be checked under a user's jit too."""
-    try:
-        array = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
-    except ValueError as error:
-        raise TypeError(f"{name}={values!r} must be a list of integers.") from error
-    if array.ndim != 1 or array.shape[0] == 0:
-        raise ValueError(f"{name} must be a non-empty list or 1-D array of integers, got shape {array.shape}.")
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}.")
-    return array
-
-
-def _check_range(name: str, array: Array | np.ndarray, stop: int) -> Array | np.ndarray:
-    """The array as int32, checked to lie in [0, stop) unless traced."""
-    if not isinstance(array, jax.core.Tracer):
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= stop:
-            raise ValueError(f"{name} holds {low if low < 0 else high}; expected 0 to {stop - 1}.")
-    return array.astype(np.int32)
-
-
-def _check_order(order: Any, total: int, seq_len: int) -> Array | None:
-    if isinstance(order, str):
-        if order != "random":
-            raise ValueError(f"order={order!r} must be 'random' or an array of permutations.")
-        return None
-    order = order if isinstance(order, jax.Array) else np.asarray(order)
-    if order.shape not in ((seq_len,), (total, seq_len)) or not jnp.issubdtype(order.dtype, jnp.integer):
-        raise ValueError(
-            f"order is {order.dtype}{list(order.shape)}; expected integers, [{seq_len}] or [{total}, {seq_len}]."
-        )
-    if not isinstance(order, jax.core.Tracer):
-        wrong = np.flatnonzero((np.sort(np.atleast_2d(order), axis=1) != np.arange(seq_len)).any(axis=1))
-        if wrong.size:
-            raise ValueError(f"order row {wrong[0]} is not a permutation of 0 to {seq_len - 1}.")
-    return jnp.broadcast_to(jnp.asarray(order, jnp.int32), (total, seq_len))
-
-
-def _check_cfg(config: MARConfig, cfg: float | Array | None, conditional: bool) -> tuple[Array, bool]:
-    """The guidance scale, and whether there is any guidance."""
-    if not conditional:
-        if cfg is not None and (isinstance(cfg, jax.core.Tracer) or float(cfg) != 1.0):
-            raise ValueError(f"cfg={cfg} needs labels: unconditional images have nothing to be guided by.")
-        return np.float32(1.0), False
-    cfg = _check_scale("cfg", config.cfg if cfg is None else cfg)
-    return cfg, isinstance(cfg, jax.core.Tracer) or float(cfg) != 1.0
-
-
-def _check_scale(name: str, value: float | Array) -> Array:
-    """A finite float32 scalar >= 0."""
-    if not isinstance(value, jax.core.Tracer):
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}={value!r} must be a number.") from error
-        # What is finite in float64 may not be in float32.
-        if not 0 <= number <= float(np.finfo(np.float32).max):
-            raise ValueError(f"{name}={value} must be finite and >= 0.")
-    return value if isinstance(value, jax.core.Tracer) else np.float32(number)
-
-
-def _check_finite(what: str, values: Array, dtype: str) -> None:
-    """Refuses NaN and infinite values, unless traced: a picture of them would look like a black one."""
-    if not isinstance(values, jax.core.Tracer) and not bool(jnp.isfinite(values).all()):
-        raise ValueError(
-            f"The model generated non-finite {what}; its weights hold NaN or infinite values, or are too large for "
-            f"dtype {dtype}. Check the checkpoint, or use dtype='float32'."
-        )
-
-
-def default_num_iter(config: MARConfig) -> int:
-    """The decode steps where none are asked for: 64, or one per token if there are fewer."""
-    return min(DEFAULT_NUM_ITER, config.seq_len)
-
-
-def default_dtype() -> str:
-    """The compute dtype where none is asked for: bfloat16 on accelerators, float32 on CPU."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def _check_dtype(dtype: str | None) -> str:
-    if dtype is None:
-        return default_dtype()
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(DTYPES)}.")
-    return name
-
-
-def label_list(class_names: Sequence[str], class_num: int, text: str) -> list[int]:
-    """Labels from a comma-separated list of class names and numbers, or "all".
-
-    Raises:
-        ValueError: if an entry is neither; the message lists the names.
-    """
-    if text.strip() == "all":
-        return list(range(class_num))
-    lookup = {name.lower(): index for index, name in enumerate(class_names)}
-    labels = []
-    for entry in (part.strip() for part in text.split(",")):
-        label = lookup.get(entry.lower(), int(entry) if entry.isdecimal() else -1)
-        if not 0 <= label < class_num:
-            names = f" or one of {', '.join(class_names)}" if class_names else ""
-            raise ValueError(f"Unknown label {entry!r}; expected a number from 0 to {class_num - 1}{names}.")
-        labels.append(label)
-    return labels

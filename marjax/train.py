@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,7 +177,8 @@ def train(
     Args:
         config: the model.
         train_config: the recipe. On resuming, everything but `epochs`, `log_every` and `save_every` must be as before.
-            (A cosine schedule spans `epochs`, so there a change of it changes the learning rates.)
+            (A cosine schedule spans `epochs`, so there a change of it changes the learning rates.) So must the data
+            and `init_from`.
         source: images and labels, see `marjax.data`.
         out: run directory; made if missing.
         init_from: weights to start a fresh run from (parameters and EMA), instead of a random initialisation.
@@ -207,7 +209,7 @@ def train(
     tx = optimizer.make_optimizer(train_config.optimizer, schedule)
 
     out = Path(out)
-    _claim(out, config, train_config, source)
+    _claim(out, config, train_config, source, init_from)
     state = init_state(config, train_config, tx)
     if init_from is not None:
         state = state.replace(params=_masters(init_from), ema=_masters(init_from))
@@ -267,15 +269,21 @@ def _export(out: Path, config: MARConfig, state: TrainState, facts: dict[str, An
     return model
 
 
-def _claim(out: Path, config: MARConfig, train_config: TrainConfig, source: data.ImageSource) -> None:
+def _claim(
+    out: Path, config: MARConfig, train_config: TrainConfig, source: data.ImageSource, init_from: MARParams | None
+) -> None:
     """Writes the run's configuration into a new run directory, or checks it against the one that is there."""
     free = ("epochs", "log_every", "save_every")
     recipe = {k: v for k, v in dataclasses.asdict(train_config).items() if k not in free}
     facts = {"num_images": len(source), "class_names": source.class_names}
-    document = json.loads(json.dumps({"model": config.to_dict(), "train": recipe, "data": facts}))
+    start = {"init_from": None if init_from is None else checkpoint.fingerprint(init_from)}
+    document = {"model": config.to_dict(), "train": recipe, "data": facts, "start": start}
+    document = json.loads(json.dumps(document))
     file = out / "config.json"
     before = json.loads(file.read_text()) if file.is_file() else None
     if before == document:
+        for leftover in out.glob(".tmp-*"):  # of a run that was killed while it exported
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return
     if isinstance(before, dict) and before.keys() == document.keys():
         changed = [

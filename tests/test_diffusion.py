@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marjax import diffusion, diffusion_head
-from marjax.diffusion import kept_timesteps, noise_schedule
 from marjax.layers import dense
+from marjax.noise_schedule import cosine_betas, kept_timesteps, noise_schedule
 
 HEAD = "tiny_head.npz"
 NUM_STEPS = 10  # of the golden sampling loops
@@ -32,7 +32,7 @@ def head():
 
 
 def test_base_betas(golden):
-    np.testing.assert_allclose(diffusion.cosine_betas(), golden("schedule.npz")["base_betas_1000"], rtol=1e-12)
+    np.testing.assert_allclose(cosine_betas(), golden("schedule.npz")["base_betas_1000"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("tag", ["train", "100", "50", "20", "10"])
@@ -121,7 +121,7 @@ def test_kept_timesteps_of_ddim(stride):
 @given(num_steps=st.integers(2, 1000))
 def test_respaced_schedule_keeps_the_signal(num_steps):
     """The respaced process passes through the training process's marginals at the steps it keeps."""
-    schedule, signal = noise_schedule(num_steps), np.cumprod(1 - diffusion.cosine_betas())
+    schedule, signal = noise_schedule(num_steps), np.cumprod(1 - cosine_betas())
     # The last signal is 2.4e-9, so 1 - beta has lost eight digits there.
     np.testing.assert_allclose(schedule.alphas_cumprod, signal[schedule.timestep_map], rtol=1e-7)
     assert schedule.timestep_map[0] == 0 and schedule.timestep_map[-1] == 999

@@ -20,9 +20,9 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 # A module may import those to its left; those in a subpackage count as the subpackage.
 ORDER = (
-    *("version", "files", "config", "types", "header"),
+    *("version", "files", "noise_schedule", "config", "types", "header"),
     *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
-    *("schedule", "kernels", "accel", "decode", "sample"),
+    *("schedule", "kernels", "accel", "decode", "arguments", "sample"),
     *("checkpoint", "convert", "convert_vae", "data", "images", "objective", "optimizer", "metrics", "train"),
     *("compilation", "cli_options", "cli_sample", "cli_eval", "cli_train", "cli", "__init__", "__main__"),
 )

@@ -18,9 +18,11 @@ import pytest
 from helpers import golden_params
 
 import marjax
-from marjax import codec, decode, diffusion, diffusion_head, mar, vae
+from marjax import codec, decode, diffusion_head, mar, vae
+from marjax.arguments import label_list
 from marjax.config import VAEConfig
 from marjax.layers import dense
+from marjax.noise_schedule import noise_schedule
 from marjax.schedule import step_counts
 
 sample = importlib.import_module("marjax.sample")  # the attribute of that name is the function
@@ -48,7 +50,7 @@ def plain_conditioning(config, tree, class_emb, carry, n, stop):
 def plain_denoise(config, tree, steps, x, row, z, scale):
     """Noise and variance predictions, guided if there are two z."""
     head = diffusion_head.unstack(tree["diffloss"])
-    time = diffusion_head.time_embedding(head, jnp.asarray(diffusion.noise_schedule(steps).timestep_map)[row][None])
+    time = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule(steps).timestep_map)[row][None])
     eps, v = zip(
         *(jnp.split(diffusion_head.apply(head, x, time, dense(head["cond_embed"], part)), 2, -1) for part in z),
         strict=True,
@@ -59,7 +61,7 @@ def plain_denoise(config, tree, steps, x, row, z, scale):
 def plain_sample_latents(params, rng, label, index, *, num_iter, cfg, cfg_schedule, temperature, steps):
     """`sample_latents` again, for one image: exact sizes, Python loops, no plan, no scan, no padding."""
     config, tree = params.config, params.mar
-    schedule = diffusion.noise_schedule(steps)
+    schedule = noise_schedule(steps)
     known, mask_len = step_counts(config.seq_len, num_iter)
     key = jax.random.fold_in(rng, index)
     order = jax.random.permutation(jax.random.fold_in(key, 0), config.seq_len)
@@ -170,6 +172,13 @@ def test_users_jit_may_close_over_arrays_and_is_unguided_at_cfg_1(monkeypatch):
         jax.eval_shape(lambda key: marjax.sample_latents(PARAMS, key, wrong, **OPTIONS), KEY)
 
 
+def test_jax_in_double_precision_mode_changes_nothing(batch):
+    with jax.enable_x64(True):
+        latents = marjax.sample_latents(PARAMS, KEY, LABELS, **OPTIONS)
+    assert latents.dtype == jnp.float32
+    np.testing.assert_allclose(latents, batch, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_contract_holds_for_every_kind_of_key(impl):
     key = jax.random.key(3, impl=impl)
@@ -267,24 +276,48 @@ def compiled_text(monkeypatch, params, labels=LABELS, **options) -> str:
     return run.lower(*arguments).compile().as_text()
 
 
-def test_compiled_loop_calls_no_host_and_copies_no_weight_stack(monkeypatch):
-    text = compiled_text(monkeypatch, PARAMS)
+def in_loops(text: str) -> list[str]:
+    """The instructions of an HLO module that run inside a loop: those of while bodies and of what they call."""
+    computations, reached = {}, set()
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):
+            lines = computations.setdefault(head[1], [])
+        elif line.startswith("  "):
+            lines.append(line.strip())
+    todo = re.findall(r"\bbody=%?([\w.-]+)", text)
+    while todo:
+        if (name := todo.pop()) not in reached:
+            reached.add(name)
+            todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.-]+)", "\n".join(computations[name]))
+    return [line for name in reached for line in computations[name]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_loop_calls_no_host_and_copies_no_weight_stack(dtype, monkeypatch):
+    text = compiled_text(monkeypatch, PARAMS, dtype=dtype)
     assert not re.search(r"callback|outfeed|infeed|\bsend\b|\brecv\b", text)
     stacks = {
-        f"f32[{','.join(map(str, leaf.shape))}]"
+        f"{width}[{','.join(map(str, leaf.shape))}]"
+        for width in ("f32", "bf16")
         for name in ("encoder_blocks", "decoder_blocks")
         for leaf in jax.tree.leaves(PARAMS.mar[name])
         if leaf.ndim == 3
     }
-    entry = text[text.index("\nENTRY") :]
-    loops = text[: text.index("\nENTRY")]
-    assert "while(" in entry + loops
-    copied = [
-        line.strip()
-        for line in loops.splitlines()
-        if re.search(r"\b(copy|transpose|convert)\(", line) and any(f"= {stack}" in line for stack in stacks)
-    ]
-    assert copied == []
+    looped = in_loops(text)
+    assert sum("dynamic-slice(" in line for line in looped) > 10  # where stacks are used
+    made = [line for line in looped if any(f"= {stack}" in line for stack in stacks)]
+    passed_on = ("parameter(", "get-tuple-element(")
+    assert [line for line in made if not any(kind in line for kind in passed_on)] == []
+
+
+def with_four_devices(script: str, tmp_path: Path) -> dict[str, np.ndarray]:
+    """Runs a script in a Python of its own that sees four devices; returns the arrays it saves."""
+    out = tmp_path / "arrays.npz"
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent), str(out)], check=True, env=environment)
+    with np.load(out) as arrays:
+        return dict(arrays)
 
 
 DEVICES_SCRIPT = """
@@ -314,18 +347,52 @@ np.savez(
 
 def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path):
     """Six images on four devices: the shares are padded, the loop runs under shard_map."""
-    out = tmp_path / "four.npz"
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", DEVICES_SCRIPT, str(Path(__file__).parent), str(out)]
-    subprocess.run(command, check=True, env=environment, timeout=300)
-    four = np.load(out)
+    four = with_four_devices(DEVICES_SCRIPT, tmp_path)
     assert four["partitions"].tolist() == ["4"]
     assert four["collectives"].tolist() == []
     keys = decode.image_keys(KEY, jnp.arange(6))
     np.testing.assert_array_equal(four["order"], decode.random_order(keys, 64))
     np.testing.assert_array_equal(four["noise"], decode.random_noise(keys, 4, 16)(0, 8))
     np.testing.assert_allclose(four["latents"], batch[:6], rtol=0, atol=1e-3)
+
+
+PLACEMENT_SCRIPT = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, sys.argv[1])
+import test_sample as t
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+devices = jax.devices()
+options = {"num_iter": 2, "num_sampling_steps": 40, "cfg": 1.0, "dtype": "float32"}
+labels = t.LABELS[:4]
+def generate(params=t.PARAMS, key=t.KEY, labels=labels, **extra):
+    return t.marjax.sample_latents(params, key, labels, **options, **extra)
+mesh = Mesh(np.array(devices), ("x",))
+second = jax.device_put(t.PARAMS, devices[1])
+split = lambda shard: generate(labels=shard, indices=shard * 0)
+images = {
+    "everywhere": generate(),
+    "committed_key": generate(key=jax.device_put(t.KEY, devices[2]), labels=jax.device_put(labels, devices[2])),
+    "committed_weights": (on_second := generate(params=second, key=jax.device_put(t.KEY, devices[2]))),
+    "replicated_weights": generate(params=jax.device_put(t.PARAMS, NamedSharding(mesh, P()))),
+}
+assert on_second.devices() == {devices[1]}
+assert len(images["everywhere"].devices()) == 4 == len(images["replicated_weights"].devices())
+with jax.set_mesh(mesh):
+    images["users_mesh"] = generate()
+of_shards = jax.jit(jax.shard_map(split, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))(labels)
+np.savez(sys.argv[2], of_shards=of_shards, first_index=generate(indices=[0, 0, 0, 0]), **images)
+"""
+
+
+def test_devices_follow_the_weights_and_the_users_mesh(tmp_path):
+    """Weights, key or labels that were put somewhere, a mesh of the caller's, a call inside the caller's shard_map."""
+    results = with_four_devices(PLACEMENT_SCRIPT, tmp_path)
+    np.testing.assert_allclose(results.pop("of_shards"), results.pop("first_index"), rtol=0, atol=1e-3)
+    expected = results.pop("everywhere")
+    assert len(results) == 4
+    for name, images in results.items():
+        np.testing.assert_allclose(images, expected, rtol=0, atol=1e-3, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -364,13 +431,45 @@ def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path)
         ([1], {"order": "spiral"}, r"order='spiral' must be 'random' or an array"),
         ([1], {"order": np.zeros(64, int)}, r"order row 0 is not a permutation of 0 to 63"),
         ([1], {"order": np.arange(63)}, r"expected integers, \[64\] or \[1, 64\]"),
+        ([1], {"order": [[0, 1], [2]]}, r"order=\[\[0, 1\], \[2\]\] must be 'random' or an array"),
         ([1], {"noise": np.zeros((1, 64, 40, 16))}, r"expected \[B, S, T \+ 1, D\] = \(1, 64, 41, 16\)"),
+        ([1], {"noise": [[0.0], [0.0, 1.0]]}, r"noise must be None or an array of numbers"),
+        ([1], {"noise": np.full((1, 64, 41, 16), np.nan)}, r"noise holds 41984 values that are NaN or infinite"),
+        ([1], {"cfg": [3.0, 1.0]}, r"cfg has shape \(2,\); expected one number"),
+        (None, {"batch_size": 2, "cfg": "high"}, r"cfg='high' must be a number"),
     ],
 )
 def test_bad_input_gets_one_sentence(labels, options, message):
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         marjax.sample_latents(PARAMS, KEY, labels, **{**OPTIONS, **options} if labels is not None else options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rng", [0, np.uint32(3), np.zeros(3, np.uint32), jax.random.split(KEY, 2)])
+def test_what_is_no_key(rng):
+    with pytest.raises(TypeError, match=r"^rng is .*; expected one PRNG key, such as jax.random.key\(0\)\.$"):
+        marjax.sample_latents(PARAMS, rng, LABELS, **OPTIONS)
+
+
+@pytest.mark.parametrize("function", [marjax.sample, marjax.sample_latents])
+def test_what_is_no_model(function):
+    with pytest.raises(TypeError, match=r"params is a dict; expected a marjax.MARParams, as marjax.load returns\."):
+        function(PARAMS.mar, KEY, LABELS, **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["cfg", "temperature"])
+def test_traced_scales_must_be_scalars(name):
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); expected one number"):
+        jax.eval_shape(lambda x: marjax.sample_latents(PARAMS, KEY, LABELS, **{**OPTIONS, name: x}), np.ones(2))
+
+
+def test_images_that_are_not_finite_are_refused(monkeypatch):
+    """The autoencoder's part: the latents are finite."""
+    config = dataclasses.replace(CONFIG, vae=VAEConfig())
+    monkeypatch.setattr(sample, "sample_latents", lambda *arguments, **options: jnp.zeros((1, 8, 8, 16)))
+    monkeypatch.setattr(codec, "latents_to_images", lambda *arguments: jnp.full((1, 64, 64, 3), jnp.nan))
+    with pytest.raises(ValueError, match="The model generated non-finite images; its weights hold NaN"):
+        marjax.sample(PARAMS.replace(config=config, vae={}), KEY, [0])
 
 
 def test_nan_weights_are_never_a_silent_picture():
@@ -381,9 +480,9 @@ def test_nan_weights_are_never_a_silent_picture():
 
 def test_labels_by_name():
     names = ("t-shirt", "Bag", "ankle boot")
-    assert sample.label_list(names, 3, "bag, ankle boot,0") == [1, 2, 0]
-    assert sample.label_list(names, 3, "all") == [0, 1, 2]
-    assert sample.label_list((), 5, "4,4") == [4, 4]
+    assert label_list(names, 3, "bag, ankle boot,0") == [1, 2, 0]
+    assert label_list(names, 3, "all") == [0, 1, 2]
+    assert label_list((), 5, "4,4") == [4, 4]
     for text in ("hat", "3", "", "-1"):
         with pytest.raises(ValueError, match=r"Unknown label .*expected a number from 0 to 2 or one of t-shirt, Bag"):
-            sample.label_list(names, 3, text)
+            label_list(names, 3, text)

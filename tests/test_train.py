@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marjax import mar, objective
-from marjax.checkpoint import describe, load, save
+from marjax.checkpoint import CheckpointError, describe, load, save
 from marjax.config import MARConfig, get_preset
 from marjax.data import ArraySource, batches
 from marjax.objective import Objective
@@ -445,6 +445,40 @@ def test_a_batch_must_divide_over_the_devices(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of the 3 local devices"):
         train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", [None, 1])
+def test_another_start_is_refused(given, tmp_path, fake_step):
+    fake_step(lambda step: {})
+    run, first = functools.partial(train, CONFIG, RECIPE, SOURCE, tmp_path / "run"), random_model(CONFIG)
+    run(init_from=first)
+    changed = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(given or 0), first.mar)
+    with pytest.raises(ValueError, match=r"\(different: start.init_from\); give the same options"):
+        run(init_from=given and first.replace(mar=changed))
+    run(init_from=first)
+
+
+@pytest.mark.parametrize("change", [{"num_images": 11}, {"class_names": ("a", "b", "d")}])
+def test_other_data_are_refused(change, unbroken):
+    images, names = change.get("num_images", 10), change.get("class_names", SOURCE.class_names)
+    other = ArraySource(np.zeros((images, 8, 8, 1), np.uint8), np.arange(images) % 3, names)
+    with pytest.raises(ValueError, match=rf"\(different: data.{next(iter(change))}\); give the same options"):
+        train(CONFIG, RECIPE, other, unbroken[0])
+
+
+def test_what_a_kill_left_in_the_run_is_removed(tmp_path, fake_step):
+    fake_step(lambda step: {})
+    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    kept = {path.name for path in (tmp_path / "run").iterdir()}
+    (tmp_path / "run" / ".tmp-0123456789ab" / "params").mkdir(parents=True)
+    (tmp_path / "run" / ".tmp-0123456789ac.jsonl").write_text("{}")
+    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == kept
+
+
+def test_load_of_a_run_says_what_to_load(unbroken):
+    with pytest.raises(CheckpointError, match=r"it is the directory of a training run; give .*unbroken/ema\.$"):
+        load(unbroken[0])
 
 
 @pytest.mark.parametrize("change", [{"buffer_size": 3}, {"encoder_depth": 2}, {"diffloss_w": 16}])
