@@ -3,6 +3,7 @@
 from marjax.accel import Accel
 from marjax.checkpoint import CheckpointError, load, save, save_file
 from marjax.config import PRESETS, MARConfig, VAEConfig, get_preset
+from marjax.inpaint import inpaint, inpaint_latents
 from marjax.objective import Objective
 from marjax.optimizer import OptimizerConfig
 from marjax.sample import sample, sample_latents
@@ -23,6 +24,8 @@ __all__ = [
     "VAEConfig",
     "__version__",
     "get_preset",
+    "inpaint",
+    "inpaint_latents",
     "load",
     "sample",
     "sample_latents",

@@ -22,6 +22,19 @@ DEFAULT_NUM_ITER = 64
 
 
 @struct.dataclass
+class Known:
+    """Tokens that are given, for inpainting.
+
+    Attributes:
+        tokens: [B, S, D] float32 in image order; where `unknown`, they do not matter.
+        unknown: [B, S] bool, True: to generate.
+    """
+
+    tokens: Array
+    unknown: Array
+
+
+@struct.dataclass
 class Images:
     """What determines each image, beside key and options; arrays of length B, or None.
 
@@ -30,12 +43,14 @@ class Images:
         labels: [B] int32, or None for unconditional images.
         order: [B, S] int32, or None for random orders.
         noise: [B, S, T + 1, D], or None for fresh noise.
+        known: tokens to keep, or None.
     """
 
     indices: Array
     labels: Array | None
     order: Array | None
     noise: Array | None
+    known: Known | None
 
     def take(self, select: np.ndarray) -> Images:
         """Some of the images."""
@@ -61,7 +76,7 @@ def check_key(rng: Any) -> Array | np.ndarray:
 
 
 def check_images(
-    config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, batch_size: int | None
+    config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, known: Known | None, batch_size: int | None
 ) -> Images:
     """What determines each image; arguments as those of `marjax.sample_latents`."""
     if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
@@ -70,9 +85,10 @@ def check_images(
         labels = _check_range("labels", _integers("labels", labels), config.class_num)
     if indices is not None:
         indices = _check_range("indices", _integers("indices", indices), 2**31)
-    if labels is None and indices is None and batch_size is None:
+    named = next((array for array in (labels, indices, known and known.tokens) if array is not None), None)
+    if named is None and batch_size is None:
         raise ValueError("labels=None needs batch_size (how many images) or indices.")
-    total = len(labels) if labels is not None else len(indices) if indices is not None else batch_size
+    total = batch_size if named is None else len(named)
     if indices is None:
         indices = np.arange(total, dtype=np.int32)
     if len(indices) != total:
@@ -82,6 +98,7 @@ def check_images(
         indices=indices,
         order=_check_order(order, total, config.seq_len),
         noise=_check_noise(noise),
+        known=known and _check_known(config, known, total),
     )
 
 
@@ -144,6 +161,23 @@ def _check_noise(noise: Any) -> Array | np.ndarray | None:
     return array
 
 
+def _check_known(config: MARConfig, known: Known, total: int) -> Known:
+    tokens, unknown = known.tokens, known.unknown
+    if _is_traced(unknown):
+        raise TypeError("What is known must not be traced: the number of known tokens decides which program runs.")
+    unknown, tokens = np.asarray(unknown), tokens if _is_traced(tokens) else np.asarray(tokens, np.float32)
+    shape = (total, config.seq_len)
+    if unknown.shape != shape or unknown.dtype != np.bool_ or tokens.shape != (*shape, config.token_dim):
+        raise ValueError(
+            f"known has tokens {list(tokens.shape)} and unknown {unknown.dtype}{list(unknown.shape)}; expected "
+            f"{[*shape, config.token_dim]} and bool{list(shape)}."
+        )
+    if not _is_traced(tokens) and not np.isfinite(tokens[~unknown]).all():
+        raise ValueError("known holds NaN or infinite values in tokens that are to be kept.")
+    # What is not known may be anything, NaN too, and must not reach the model.
+    return Known(tokens=jnp.where(unknown[..., None], 0.0, tokens), unknown=unknown)
+
+
 def check_cfg(config: MARConfig, cfg: float | Array | None, conditional: bool) -> tuple[Array, bool]:
     """The guidance scale, and whether there is any guidance."""
     if not conditional:
@@ -177,6 +211,15 @@ def check_finite(what: str, values: Array, dtype: str) -> None:
             f"The model generated non-finite {what}; its weights hold NaN or infinite values, or are too large for "
             f"dtype {dtype}. Check the checkpoint, or use dtype='float32'."
         )
+
+
+def check_num_iter(config: MARConfig, num_iter: int | None) -> int:
+    """The number of decode steps."""
+    if num_iter is None:
+        return default_num_iter(config)
+    if not isinstance(num_iter, int | np.integer) or not 1 <= num_iter <= config.seq_len:
+        raise ValueError(f"num_iter={num_iter!r} must be an integer in [1, {config.seq_len}], the sequence length.")
+    return int(num_iter)
 
 
 def default_num_iter(config: MARConfig) -> int:

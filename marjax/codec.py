@@ -63,6 +63,28 @@ def latents_to_images(config: MARConfig, vae_params: PyTree, latents: Array) -> 
     return decode_pixels(vae.decode(vae_params, config.vae, latents / config.vae.scale, chunk=VAE_CHUNK))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def images_to_latents(config: MARConfig, vae_params: PyTree, images: Array) -> Array:
+    """Images -> latents of any model; of an autoencoder, the means.
+
+    Args:
+        config: the model's configuration.
+        vae_params: the autoencoder's parameters; None for a pixel-space model.
+        images: [B, H, W, C] in [0, 1], or uint8.
+
+    Returns:
+        [B, h, w, c] float32.
+    """
+    pixels = encode_pixels(images)
+    if config.vae is None:
+        return pixels
+
+    def mean(image: Array) -> Array:
+        return vae.encode(vae_params, config.vae, image[None])[0][0]
+
+    return jax.lax.map(mean, pixels, batch_size=VAE_CHUNK) * config.vae.scale
+
+
 def images_to_tokens(config: MARConfig, images: Array) -> Array:
     """Images of a pixel-space model -> [B, S, D] tokens in image order."""
     return patchify(encode_pixels(images), config.patch_size)

@@ -8,6 +8,7 @@
        them, and they are written behind the prefix
     4. steps of a segment share static sizes; rows of padding are computed and overwritten by the steps that follow
     5. the inverse permutation is applied once, at the end
+    6. inpainting is the same loop: known tokens come first in the order, and the plan starts behind them
 
 The token buffer is S + max P long, because a slice update that would run over the end is moved, not cut.
 """
@@ -53,6 +54,7 @@ def decode(
     *,
     accel: Accel,
     order: Array,
+    known: Array | None = None,
     class_emb: Array,
     noise: Noise,
     guidance: Callable[[Rows], Array] | None,
@@ -68,6 +70,8 @@ def decode(
         rows: the plan's per-step numbers, one entry per segment.
         accel: the cache policies.
         order: [B, S] int32, image position of each token in generation order.
+        known: None, or [B, S, D] float32 tokens in image order, of which those that come first in `order` are given;
+            the others must be finite.
         class_emb: [B, E]; guided, [2 B, E]: conditional rows, then unconditional ones.
         noise: (first generation index, count P) -> [T + 1, B * P, D] standard normal for those tokens.
         guidance: per-step rows -> guidance scale; None without guidance.
@@ -122,14 +126,22 @@ def decode(
 
         return step
 
-    room = seq_len + max(segment.predicted for segment in segments)
+    tokens = jnp.zeros((batch, seq_len + max(segment.predicted for segment in segments), config.token_dim), jnp.float32)
+    if known is not None:
+        tokens = tokens.at[:, :seq_len].set(jnp.take_along_axis(known, order[..., None], axis=1))
     state = DecodeState(
-        tokens=jnp.zeros((batch, room, config.token_dim), jnp.float32),
+        tokens=tokens,
         cache=accel.tokens.init(config, class_emb.shape[0], params["z_proj"]["kernel"].dtype),
     )
     for segment, segment_rows in zip(segments, rows, strict=True):
         state, _ = lax.scan(make_step(segment), state, segment_rows)
     return to_image_order(state.tokens[:, :seq_len], order)
+
+
+def known_first(order: Array, unknown: Array) -> Array:
+    """[B, S] orders, with the known positions first and otherwise as they were; unknown [B, S], True: to generate."""
+    ranks = jnp.argsort(jnp.take_along_axis(unknown, order, axis=1), axis=1, stable=True)
+    return jnp.take_along_axis(order, ranks, axis=1)
 
 
 def to_image_order(tokens: Array, order: Array) -> Array:

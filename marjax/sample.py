@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from marjax import arguments, codec, decode, mar
 from marjax.accel import Accel, resolve
-from marjax.arguments import Images
+from marjax.arguments import Images, Known
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.noise_schedule import noise_schedule
 from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
@@ -82,6 +82,7 @@ def sample_latents(
     noise: Any = None,
     batch_size: int | None = None,
     indices: Any = None,
+    known: Known | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Array:
     """Generates latents (reference `MAR.sample_tokens`).
@@ -111,6 +112,7 @@ def sample_latents(
             `labels=None` and no `indices`, the number of images.
         indices: [B] non-negative integers that name the images: together with `rng` they determine orders and
             noise. Default 0..B-1.
+        known: tokens to keep, from which the others are decoded (see `marjax.inpaint_latents`); not traced.
         progress: called after each batch with the number of images done so far (inside a jit, while tracing).
 
     Returns:
@@ -122,7 +124,7 @@ def sample_latents(
     """
     config = arguments.check_params(params).config
     rng = arguments.check_key(rng)
-    images = arguments.check_images(config, labels, indices, order, noise, batch_size)
+    images = arguments.check_images(config, labels, indices, order, noise, known, batch_size)
     cfg, guided = arguments.check_cfg(config, cfg, images.labels is not None)
     temperature = arguments.check_scale("temperature", config.temperature if temperature is None else temperature)
     cfg_schedule = config.cfg_schedule if cfg_schedule is None else cfg_schedule
@@ -134,30 +136,44 @@ def sample_latents(
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
-    plan = plan_for(config, arguments.default_num_iter(config) if num_iter is None else num_iter, num_steps)
+    num_iter = arguments.check_num_iter(config, num_iter)
     dtype, devices = arguments.check_dtype(dtype), _devices(params.mar)
-    static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
-    total = len(images.indices)
-    at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
     shares = max(1, len(devices))
-    size = math.ceil(min(total, at_once) / shares) * shares
-    latents = []
-    for start in range(0, total, size):
-        # The last batch is filled up with copies of its last image, so that every batch has one shape.
-        select = np.minimum(np.arange(start, start + size), total - 1)
-        batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
-        latents.append(batch[: total - start])
-        arguments.check_finite("latents", latents[-1], dtype)
-        if progress is not None:
-            progress(min(start + size, total))
-    return jnp.concatenate(latents) if len(latents) > 1 else latents[0]
+    at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
+    groups = _groups(images.known, len(images.indices))
+    latents, done = [], 0
+    for num_known, members in groups:
+        if num_known == config.seq_len:
+            latents.append(codec.unpatchify(images.known.tokens[members], config.patch_size))
+            continue
+        plan = plan_for(config, num_iter, num_steps, num_known)
+        static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
+        # Several groups are filled up to powers of two, for the sake of few shapes.
+        wanted = len(members) if len(groups) == 1 else 2 ** math.ceil(math.log2(len(members)))
+        size = math.ceil(min(wanted, at_once) / shares) * shares
+        for start in range(0, len(members), size):
+            # The last batch is filled up with copies of its last image, so that every batch has one shape.
+            select = members[np.minimum(np.arange(start, start + size), len(members) - 1)]
+            batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
+            latents.append(batch[: len(members) - start])
+            arguments.check_finite("latents", latents[-1], dtype)
+            done += len(latents[-1])
+            if progress is not None:
+                progress(done)
+    if len(latents) == 1:
+        return latents[0]
+    return jnp.concatenate(latents)[np.argsort(np.concatenate([members for _, members in groups]))]
 
 
-def plan_for(config: MARConfig, num_iter: int, num_steps: int) -> Plan:
+def _groups(known: Known | None, total: int) -> list[tuple[int, np.ndarray]]:
+    """Images with equally many known tokens: that number, and their positions in the call."""
+    counts = np.zeros(total, int) if known is None else np.sum(~np.asarray(known.unknown), axis=1)
+    return [(int(count), np.flatnonzero(counts == count)) for count in np.unique(counts)]
+
+
+def plan_for(config: MARConfig, num_iter: int, num_steps: int, num_known: int = 0) -> Plan:
     """The decode plan of a model with `num_steps` diffusion steps per token; its cost counts multiply-adds."""
-    if not isinstance(num_iter, int | np.integer) or not 1 <= num_iter <= config.seq_len:
-        raise ValueError(f"num_iter={num_iter!r} must be an integer in [1, {config.seq_len}], the sequence length.")
-    return make_plan(config.seq_len, int(num_iter), step_cost(config, num_steps))
+    return make_plan(config.seq_len, num_iter, step_cost(config, num_steps), num_known)
 
 
 def step_cost(config: MARConfig, num_steps: int) -> Cost:
@@ -220,13 +236,17 @@ def _generate(
     class_emb = mar.class_embedding(params, images.labels, batch)
     if static.guided:
         class_emb = jnp.concatenate([class_emb, mar.class_embedding(params, None, batch)])
+    order = decode.random_order(keys, config.seq_len) if images.order is None else images.order
+    if images.known is not None:
+        order = decode.known_first(order, images.known.unknown)
     return decode.decode(
         params,
         config,
         static.segments,
         rows,
         accel=static.accel,
-        order=decode.random_order(keys, config.seq_len) if images.order is None else images.order,
+        order=order,
+        known=None if images.known is None else images.known.tokens,
         class_emb=class_emb,
         noise=decode.random_noise(keys, schedule.num_steps, config.token_dim)
         if images.noise is None

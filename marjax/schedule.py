@@ -6,6 +6,7 @@ Everything about the schedule depends on (sequence length, num_iter, known token
     2. `make_plan`: consecutive steps grouped into segments; a segment has static sizes that cover its steps (room for
        known tokens, tokens predicted at most) and per-step rows of traced numbers
     3. the grouping minimises cost, each further body paying for its compilation; at most `MAX_BODIES`
+    4. inpainting starts from known tokens: starting counts of one bucket share segments, so one compiled program
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import itertools
 import math
 from collections.abc import Callable
 
+import jax
 import numpy as np
 from flax import struct
 
 MAX_BODIES = 8  # compiled loop bodies per plan
+BUCKETS = 8  # of starting counts above 0
 BODY_COST = 0.02  # what one more body must save, as a share of the whole decode
 
 Cost = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -109,27 +112,54 @@ def make_plan(seq_len: int, num_iter: int, cost: Cost, num_known: int = 0) -> Pl
 
     Args:
         seq_len: S, at least 1.
-        num_iter: steps, in [1, S - num_known].
+        num_iter: steps, at least 1; as many as there are tokens to generate, if those are fewer.
         cost: (K, P) -> relative cost of one step with that room, elementwise over arrays.
         num_known: tokens known before the first step, in [0, S).
+
+    Returns:
+        The plan. Its segments depend on `starting_bucket` of `num_known` alone. Where others of the bucket have more
+        tokens to generate, and for that more steps, the plan ends with steps that predict nothing.
 
     Raises:
         ValueError: as `step_counts`.
     """
-    known, mask_len = step_counts(seq_len, num_iter, num_known)
-    rows = Rows(
-        num_known=known[:-1],
-        num_predicted=np.diff(known),
-        progress=((seq_len - mask_len) / seq_len).astype(np.float32),
-    )
-    bounds = _boundaries(rows.num_known, rows.num_predicted, cost)
+    bucket = starting_bucket(seq_len, num_known)
+    num_steps = min(num_iter, seq_len - bucket.start)
+    plans = {start: _rows(seq_len, num_iter, start, num_steps) for start in bucket}
+    # Room for every plan of the bucket. Steps that predict nothing need none.
+    used = np.max([np.where(rows.num_predicted > 0, rows.num_known, 0) for rows in plans.values()], axis=0)
+    known = np.maximum.accumulate(used)
+    predicted = np.max([rows.num_predicted for rows in plans.values()], axis=0)
+    bounds = _boundaries(known, predicted, cost)
     pieces = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     return Plan(
-        segments=tuple(
-            Segment(p.stop - p.start, int(rows.num_known[p].max()), int(rows.num_predicted[p].max())) for p in pieces
-        ),
-        rows=tuple(Rows(rows.num_known[p], rows.num_predicted[p], rows.progress[p]) for p in pieces),
+        segments=tuple(Segment(p.stop - p.start, int(known[p].max()), int(predicted[p].max())) for p in pieces),
+        rows=tuple(jax.tree.map(lambda row, piece=p: row[piece], plans[num_known]) for p in pieces),
     )
+
+
+def starting_bucket(seq_len: int, num_known: int) -> range:
+    """The starting counts that share a program with `num_known`: 0, that of plain sampling, is alone.
+
+    Raises:
+        ValueError: if `num_known` is not in [0, seq_len).
+    """
+    if not 0 <= num_known < seq_len:
+        raise ValueError(f"num_known={num_known} must lie in [0, seq_len={seq_len}).")
+    if num_known == 0:
+        return range(1)
+    size = math.ceil((seq_len - 1) / BUCKETS)
+    start = 1 + (num_known - 1) // size * size
+    return range(start, min(start + size, seq_len))
+
+
+def _rows(seq_len: int, num_iter: int, num_known: int, num_steps: int) -> Rows:
+    """Rows of a decode, filled up to `num_steps` with steps at the end of the sequence that predict nothing."""
+    known, mask_len = step_counts(seq_len, min(num_iter, seq_len - num_known), num_known)
+    filling = num_steps - len(mask_len)
+    known, mask_len = np.pad(known, (0, filling), mode="edge"), np.pad(mask_len, (0, filling), mode="edge")
+    progress = ((seq_len - mask_len) / seq_len).astype(np.float32)
+    return Rows(num_known=known[:-1], num_predicted=np.diff(known), progress=progress)
 
 
 def _boundaries(known: np.ndarray, predicted: np.ndarray, cost: Cost) -> list[int]:

@@ -22,7 +22,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 ORDER = (
     *("version", "files", "noise_schedule", "config", "types", "header"),
     *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
-    *("schedule", "kernels", "accel", "decode", "arguments", "sample"),
+    *("schedule", "kernels", "accel", "decode", "arguments", "sample", "inpaint"),
     *("checkpoint", "convert", "convert_vae", "data", "images", "objective", "optimizer", "metrics", "train"),
     *("compilation", "cli_options", "cli_sample", "cli_eval", "cli_train", "cli", "__init__", "__main__"),
 )

@@ -58,15 +58,22 @@ def plain_denoise(config, tree, steps, x, row, z, scale):
     return (eps[0] if len(z) == 1 else eps[1] + scale * (eps[0] - eps[1])), v[0]
 
 
-def plain_sample_latents(params, rng, label, index, *, num_iter, cfg, cfg_schedule, temperature, steps):
-    """`sample_latents` again, for one image: exact sizes, Python loops, no plan, no scan, no padding."""
+def plain_sample_latents(params, rng, label, index, *, num_iter, cfg, cfg_schedule, temperature, steps, known=None):
+    """`sample_latents` again, for one image: exact sizes, Python loops, no plan, no scan, no padding.
+
+    `known`: tokens [S, D] in image order and which of them are given, for inpainting.
+    """
     config, tree = params.config, params.mar
     schedule = noise_schedule(steps)
-    known, mask_len = step_counts(config.seq_len, num_iter)
     key = jax.random.fold_in(rng, index)
-    order = jax.random.permutation(jax.random.fold_in(key, 0), config.seq_len)
+    order = np.asarray(jax.random.permutation(jax.random.fold_in(key, 0), config.seq_len))
     embeddings = [tree["class_emb"][label]] + ([tree["fake_latent"][0]] if cfg != 1.0 else [])
-    tokens = np.zeros((config.seq_len, config.token_dim), np.float32)
+    tokens, start = np.zeros((config.seq_len, config.token_dim), np.float32), 0
+    if known is not None:
+        order = np.array([p for p in order if known[1][p]] + [p for p in order if not known[1][p]])
+        start = int(known[1].sum())
+        tokens[:start] = np.asarray(known[0])[order[:start]]
+    known, mask_len = step_counts(config.seq_len, num_iter, start)
     for step in range(num_iter):
         n, stop = int(known[step]), int(known[step + 1])
         z = [plain_conditioning(config, tree, embedding, (tokens, order), n, stop) for embedding in embeddings]

@@ -12,7 +12,7 @@ import pytest
 
 from marjax.config import PRESETS
 from marjax.sample import plan_for, step_cost
-from marjax.schedule import BODY_COST, MAX_BODIES, make_plan, step_counts
+from marjax.schedule import BODY_COST, BUCKETS, MAX_BODIES, make_plan, starting_bucket, step_counts
 
 
 @st.composite
@@ -59,23 +59,45 @@ def test_plan_covers_every_step_within_its_sizes(schedule):
     seq_len, num_iter, num_known = schedule
     plan = make_plan(seq_len, num_iter, linear_cost, num_known)
     known, mask_len = step_counts(*schedule)
-    assert 1 <= len(plan.segments) <= MAX_BODIES
-    assert sum(segment.num_steps for segment in plan.segments) == num_iter
-    assert np.concatenate([rows.num_known for rows in plan.rows]).tolist() == known[:-1].tolist()
-    assert np.concatenate([rows.num_predicted for rows in plan.rows]).tolist() == np.diff(known).tolist()
+    steps = sum(segment.num_steps for segment in plan.segments)
+    assert 1 <= len(plan.segments) <= MAX_BODIES and steps >= num_iter
+    filling = [seq_len] * (steps - num_iter)
+    assert np.concatenate([rows.num_known for rows in plan.rows]).tolist() == known[:-1].tolist() + filling
+    predicted = np.concatenate([rows.num_predicted for rows in plan.rows]).tolist()
+    assert predicted == np.diff(known).tolist() + [0] * len(filling)
     progress = np.concatenate([rows.progress for rows in plan.rows])
-    np.testing.assert_allclose(progress, (seq_len - mask_len) / seq_len, rtol=1e-6)
+    np.testing.assert_allclose(progress[:num_iter], (seq_len - mask_len) / seq_len, rtol=1e-6)
     for segment, rows in zip(plan.segments, plan.rows, strict=True):
         assert len(rows.num_known) == segment.num_steps >= 1
-        assert rows.num_known.max() == segment.known
-        assert rows.num_predicted.max() == segment.predicted
+        assert rows.num_predicted.max() <= segment.predicted
+        assert rows.num_known[rows.num_predicted > 0].max(initial=0) <= segment.known
+        if num_known == 0:
+            assert rows.num_known.max() == segment.known and rows.num_predicted.max() == segment.predicted
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(schedules(max_len=256))
+def test_starting_counts_of_a_bucket_share_segments(schedule):
+    seq_len, _, num_known = schedule
+    bucket = starting_bucket(seq_len, num_known)
+    assert num_known in bucket and (bucket == range(1)) == (num_known == 0)
+    plans = {start: make_plan(seq_len, 16, linear_cost, start).segments for start in {bucket[0], num_known, bucket[-1]}}
+    assert len(set(plans.values())) == 1
+    assert sum(segment.num_steps for segment in plans[num_known]) == min(16, seq_len - bucket[0])
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 9, 64, 196, 256])
+def test_buckets_are_few_and_cover_every_count(seq_len):
+    buckets = {starting_bucket(seq_len, count) for count in range(seq_len)}
+    assert sorted(count for bucket in buckets for count in bucket) == list(range(seq_len))
+    assert len(buckets) <= BUCKETS + 1
 
 
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(schedules(max_len=12))
 def test_grouping_is_the_cheapest(schedule):
-    seq_len, num_iter, num_known = schedule
-    known, _ = step_counts(*schedule)
+    seq_len, num_iter, _ = schedule
+    known, _ = step_counts(seq_len, num_iter)
     start, predicted = known[:-1], np.diff(known)
 
     def price(bounds):
@@ -87,7 +109,7 @@ def test_grouping_is_the_cheapest(schedule):
         cut for count in range(min(MAX_BODIES, num_iter)) for cut in itertools.combinations(range(1, num_iter), count)
     ]
     cheapest = min(price((0, *cut, num_iter)) for cut in inner)
-    plan = make_plan(seq_len, num_iter, linear_cost, num_known)
+    plan = make_plan(seq_len, num_iter, linear_cost)
     bounds = np.cumsum([0] + [segment.num_steps for segment in plan.segments])
     assert price(bounds) == pytest.approx(cheapest, rel=1e-9)
 

@@ -1,0 +1,127 @@
+"""Inpainting: parts of given images are generated anew, the rest is kept bit for bit.
+
+    image, mask ──> latents, mask of whole tokens ──> decode from the known tokens ──> images ──> known pixels put back
+
+Known tokens come first in the order of generation, so the loop is that of plain sampling, started behind them. With
+nothing known it gives the images of `marjax.sample`, from the same orders and noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marjax import arguments, codec
+from marjax.arguments import Known
+from marjax.sample import sample_latents
+from marjax.types import Array, MARParams
+
+
+def inpaint(params: MARParams, rng: Array, labels: Any, *, image: Any, mask: Any, **options) -> Array:
+    """Generates the masked parts of images.
+
+    Args:
+        params: the model.
+        rng: a JAX PRNG key.
+        labels: [B] class indices of what to generate, or None for no class.
+        image: [B, H, W, C], or [H, W, C] for all: uint8, or floating point in [0, 1]. Where `mask` is True its values
+            do not matter.
+        mask: [B, H, W], or [H, W] for all: bool, True: generate this pixel. The model generates whole tokens, those
+            with any masked pixel; of these the pixels that are not masked are thrown away.
+        **options: as for `marjax.sample_latents`.
+
+    Returns:
+        [B, H, W, C] float32 images in [0, 1]. Pixels that are not masked are those of `image`.
+
+    Raises:
+        ValueError: if shapes or ranges do not fit; as `marjax.sample_latents`; or if a latent model comes without its
+            autoencoder.
+        TypeError: if the mask is not of booleans or traced; as `marjax.sample_latents`.
+    """
+    config = arguments.check_params(params).config
+    if config.vae is not None and params.vae is None:
+        raise ValueError("This model generates latents and carries no autoencoder; use inpaint_latents.")
+    channels = 3 if config.vae else config.vae_embed_dim
+    image, mask = _check_pair("image", image, mask, (config.img_size, config.img_size, channels), labels)
+    image = _unit_range(image, mask)
+    latents = codec.images_to_latents(config, params.vae, image)
+    stride = config.img_size // config.latent_size
+    latents = inpaint_latents(params, rng, labels, latents=latents, mask=_any_in_patches(mask, stride), **options)
+    generated = codec.latents_to_images(config, params.vae, latents)
+    arguments.check_finite("images", generated, "float32")
+    return jnp.where(mask[..., None], generated, image)
+
+
+def inpaint_latents(params: MARParams, rng: Array, labels: Any, *, latents: Any, mask: Any, **options) -> Array:
+    """Generates the masked parts of latents.
+
+    Args:
+        params: the model.
+        rng: a JAX PRNG key.
+        labels: [B] class indices of what to generate, or None for no class.
+        latents: [B, h, w, c], or [h, w, c] for all, floating point, in the model's scale.
+        mask: [B, h, w], or [h, w] for all: bool, True: generate. Tokens with any masked position are generated whole.
+        **options: as for `marjax.sample_latents`.
+
+    Returns:
+        [B, h, w, c] float32 latents. Tokens without a masked position are those of `latents`, bit for bit.
+
+    Raises:
+        ValueError: if shapes do not fit; as `marjax.sample_latents`.
+        TypeError: if the mask is not of booleans or traced; as `marjax.sample_latents`.
+    """
+    config = arguments.check_params(params).config
+    side = config.latent_size
+    latents, mask = _check_pair("latents", latents, mask, (side, side, config.vae_embed_dim), labels)
+    unknown = _any_in_patches(mask, config.patch_size).reshape(len(mask), config.seq_len)
+    known = Known(tokens=codec.patchify(latents, config.patch_size), unknown=unknown)
+    return sample_latents(params, rng, labels, known=known, **options)
+
+
+def _check_pair(
+    name: str, values: Any, mask: Any, shape: tuple[int, int, int], labels: Any
+) -> tuple[Array | np.ndarray, np.ndarray]:
+    """Values [B, *shape] and mask [B, *shape[:2]], both given for all images or for each."""
+    if isinstance(mask, jax.core.Tracer):
+        raise TypeError("mask must not be traced: the number of tokens to generate decides which program runs.")
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"mask is {mask.dtype}; expected bool, True where to generate.")
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    if values.shape[-3:] != shape or values.ndim > 4 or mask.shape[-2:] != shape[:2] or mask.ndim > 3:
+        raise ValueError(
+            f"{name} has shape {values.shape} and mask {mask.shape}; expected {shape} and {shape[:2]}, for all images "
+            "or with a leading axis of images."
+        )
+    counts = {len(values)} if values.ndim == 4 else set()
+    counts |= {len(mask)} if mask.ndim == 3 else set()
+    counts |= set() if labels is None else {np.shape(labels)[0] if np.ndim(labels) else 1}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{name} {values.shape}, mask {mask.shape} and labels disagree on the number of images: {sorted(counts)}."
+        )
+    total = counts.pop() if counts else 1
+    xp = jnp if isinstance(values, jax.Array) else np
+    return xp.broadcast_to(values, (total, *shape)), np.broadcast_to(mask, (total, *shape[:2]))
+
+
+def _unit_range(image: Array | np.ndarray, mask: np.ndarray) -> Array:
+    """Float32 pixels in [0, 1]; what is masked becomes 0.5, whatever it was."""
+    if image.dtype == np.uint8:
+        image = image.astype(np.float32) / np.float32(255.0)
+    elif not jnp.issubdtype(image.dtype, jnp.floating):
+        raise ValueError(f"image is {image.dtype}; expected uint8, or floating point in [0, 1].")
+    elif not isinstance(image, jax.core.Tracer):
+        kept = np.asarray(image, np.float32)[~mask]
+        if kept.size and not (kept.min() >= 0.0 and kept.max() <= 1.0):  # also refuses NaN
+            raise ValueError(f"image holds values from {kept.min()} to {kept.max()} outside the mask; expected [0, 1].")
+    return jnp.where(mask[..., None], jnp.float32(0.5), jnp.asarray(image, jnp.float32))
+
+
+def _any_in_patches(mask: np.ndarray, side: int) -> np.ndarray:
+    """[B, H, W] bool -> [B, H / side, W / side]: True where any position of the square is."""
+    b, h, w = mask.shape
+    return mask.reshape(b, h // side, side, w // side, side).any(axis=(2, 4))
