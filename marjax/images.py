@@ -1,4 +1,4 @@
-"""Writing images for people: one PNG grid, or a directory with one PNG per image that can be resumed."""
+"""Images as files: one picture, a grid, or a directory with one PNG per image that can be resumed."""
 
 from __future__ import annotations
 
@@ -79,6 +79,27 @@ def check_channels(channels: int) -> None:
     """
     if channels not in IMAGE_MODES:
         raise ValueError(f"Images of {channels} channels cannot be written as PNG; expected 1 (grey) or 3 (RGB).")
+
+
+def read_image(path: str | os.PathLike[str], shape: tuple[int, int, int]) -> np.ndarray:
+    """Reads a picture as uint8 [H, W, C], of the given shape: 1 channel is grey, 3 are RGB.
+
+    Raises:
+        ValueError: if it cannot be decoded or has another size.
+    """
+    from PIL import Image
+
+    height, width, channels = shape
+    try:
+        with Image.open(path) as image:
+            if image.size != (width, height):
+                got = " x ".join(map(str, image.size))
+                raise ValueError(f"{path} has {got} pixels; expected {width} x {height}, so resize or crop it first.")
+            return np.asarray(image.convert(IMAGE_MODES[channels])).reshape(shape)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist; give an image file.") from error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be decoded as an image ({error}); give another.") from error
 
 
 def write_png(path: str | os.PathLike[str], image: np.ndarray) -> None:

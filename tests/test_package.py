@@ -24,7 +24,17 @@ ORDER = (
     *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
     *("schedule", "kernels", "accel", "decode", "arguments", "sample", "inpaint"),
     *("checkpoint", "convert", "convert_vae", "data", "images", "objective", "optimizer", "metrics", "train"),
-    *("compilation", "cli_options", "cli_sample", "cli_eval", "cli_train", "cli", "__init__", "__main__"),
+    *(
+        "compilation",
+        "cli_options",
+        "cli_sample",
+        "cli_inpaint",
+        "cli_eval",
+        "cli_train",
+        "cli",
+        "__init__",
+        "__main__",
+    ),
 )
 MAX_LINES = 400
 
