@@ -1,5 +1,6 @@
 """marjax: masked autoregressive image generation (MAR) in JAX."""
 
+from marjax import convert, metrics
 from marjax.accel import Accel
 from marjax.checkpoint import CheckpointError, load, save, save_file
 from marjax.config import PRESETS, MARConfig, VAEConfig, get_preset
@@ -22,8 +23,10 @@ __all__ = [
     "TrainConfig",
     "VAEConfig",
     "__version__",
+    "convert",
     "get_preset",
     "load",
+    "metrics",
     "sample",
     "sample_latents",
     "save",
