@@ -1,5 +1,6 @@
 """marjax: masked autoregressive image generation (MAR) in JAX."""
 
+from marjax import convert, metrics
 from marjax.accel import Accel
 from marjax.checkpoint import CheckpointError, load, save, save_file
 from marjax.config import PRESETS, MARConfig, VAEConfig, get_preset
@@ -23,10 +24,12 @@ __all__ = [
     "TrainConfig",
     "VAEConfig",
     "__version__",
+    "convert",
     "get_preset",
     "inpaint",
     "inpaint_latents",
     "load",
+    "metrics",
     "sample",
     "sample_latents",
     "save",

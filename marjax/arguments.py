@@ -69,7 +69,8 @@ def check_key(rng: Any) -> Array | np.ndarray:
     if isinstance(rng, jax.Array | np.ndarray):
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         if (typed and rng.ndim == 0) or (rng.dtype == np.uint32 and rng.shape in ((2,), (4,))):
-            words = jax.random.key_data(rng)
+            # jax checks the width of raw words against its default kind of key, which may be another.
+            words = jax.random.key_data(rng) if typed else rng
             return words if _is_traced(words) else np.asarray(words)
     got = f"{rng.dtype}{list(rng.shape)}" if hasattr(rng, "dtype") else repr(rng)
     raise TypeError(f"rng is {got}; expected one PRNG key, such as jax.random.key(0).")
@@ -79,7 +80,7 @@ def check_images(
     config: MARConfig, labels: Any, indices: Any, order: Any, noise: Any, known: Known | None, batch_size: int | None
 ) -> Images:
     """What determines each image; arguments as those of `marjax.sample_latents`."""
-    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
+    if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
         raise ValueError(f"batch_size={batch_size!r} must be a positive integer.")
     if labels is not None:
         labels = _check_range("labels", _integers("labels", labels), config.class_num)
@@ -106,10 +107,16 @@ def _is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _integers(name: str, values: Any) -> Array | np.ndarray:
     """A non-empty 1-D array of integers; numpy unless traced, so that it can be checked under a user's jit too."""
     try:
         array = values if _is_traced(values) else np.asarray(values)
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(f"{name} is a list with traced entries; give one array (jnp.stack).") from error
     except ValueError as error:
         raise TypeError(f"{name}={values!r} must be a list of integers.") from error
     if array.ndim != 1 or array.shape[0] == 0:
@@ -150,13 +157,16 @@ def _check_order(order: Any, total: int, seq_len: int) -> Array | np.ndarray | N
 
 
 def _check_noise(noise: Any) -> Array | np.ndarray | None:
-    if noise is None or _is_traced(noise):
-        return noise
+    if noise is None:
+        return None
     try:
-        array = np.asarray(noise, np.float32)
-    except (TypeError, ValueError) as error:
+        array = noise if _is_traced(noise) else np.asarray(noise)
+    except ValueError as error:
         raise ValueError(f"noise must be None or an array of numbers ({error}).") from error
-    if not np.isfinite(array).all():
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"noise must be floating point, got {array.dtype}.")
+    array = array.astype(np.float32)
+    if not _is_traced(array) and not np.isfinite(array).all():
         raise ValueError(f"noise holds {np.sum(~np.isfinite(array))} values that are NaN or infinite.")
     return array
 
@@ -190,13 +200,13 @@ def check_cfg(config: MARConfig, cfg: float | Array | None, conditional: bool) -
 
 def check_scale(name: str, value: float | Array) -> Array | np.float32:
     """A finite float32 scalar >= 0."""
-    if np.shape(value) != ():
-        raise ValueError(f"{name} has shape {np.shape(value)}; expected one number.")
+    if hasattr(value, "shape") and value.shape != ():
+        raise ValueError(f"{name} has shape {value.shape}; expected one number.")
     if _is_traced(value):
         return value.astype(jnp.float32)
     try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
+        number = float(None if isinstance(value, str) else value)
+    except TypeError as error:
         raise ValueError(f"{name}={value!r} must be a number.") from error
     # What is finite in float64 may not be in float32.
     if not 0 <= number <= float(np.finfo(np.float32).max):
@@ -208,8 +218,8 @@ def check_finite(what: str, values: Array, dtype: str) -> None:
     """Refuses NaN and infinite values, unless traced: a picture of them would look like a black one."""
     if not _is_traced(values) and not bool(jnp.isfinite(values).all()):
         raise ValueError(
-            f"The model generated non-finite {what}; its weights hold NaN or infinite values, or are too large for "
-            f"dtype {dtype}. Check the checkpoint, or use dtype='float32'."
+            f"The model generated non-finite {what}: its weights hold NaN or infinite values, or weights, cfg or "
+            f"temperature are too large for dtype {dtype}; check these, or use dtype='float32'."
         )
 
 
@@ -217,7 +227,7 @@ def check_num_iter(config: MARConfig, num_iter: int | None) -> int:
     """The number of decode steps."""
     if num_iter is None:
         return default_num_iter(config)
-    if not isinstance(num_iter, int | np.integer) or not 1 <= num_iter <= config.seq_len:
+    if not _is_integer(num_iter) or not 1 <= num_iter <= config.seq_len:
         raise ValueError(f"num_iter={num_iter!r} must be an integer in [1, {config.seq_len}], the sequence length.")
     return int(num_iter)
 
@@ -227,15 +237,19 @@ def default_num_iter(config: MARConfig) -> int:
     return min(DEFAULT_NUM_ITER, config.seq_len)
 
 
-def default_dtype() -> str:
-    """The compute dtype where none is asked for: bfloat16 on accelerators, float32 on CPU."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+def default_dtype(platform: str | None = None) -> str:
+    """The compute dtype where none is asked for: bfloat16 on accelerators, float32 on CPU.
+
+    Args:
+        platform: where the model runs, as `jax.Device.platform`; jax's default backend if None.
+    """
+    return "float32" if (platform or jax.default_backend()) == "cpu" else "bfloat16"
 
 
-def check_dtype(dtype: str | None) -> str:
-    """Name of the compute dtype."""
+def check_dtype(dtype: str | None, platform: str | None) -> str:
+    """Name of the compute dtype; `platform` as for `default_dtype`."""
     if dtype is None:
-        return default_dtype()
+        return default_dtype(platform)
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(DTYPES)}.")

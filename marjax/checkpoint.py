@@ -42,6 +42,7 @@ from marjax.types import MARParams, PyTree, cast_matrices
 SHIPPED = ("fashion_mnist",)  # models in marjax/assets
 SUFFIX = ".safetensors"
 RUN_MODELS = ("ema", "raw")  # the checkpoints in a training run's directory
+RUN_STATE = "state"  # what else it holds, from the start
 DTYPES = ("float32", "bfloat16")  # of kernels; every other leaf is float32
 
 _HEADER_FILE, _ARRAYS_DIR = "config.json", "params"
@@ -258,6 +259,8 @@ def _read_header(path: Path) -> Header:
     if path.is_dir():
         if all((path / name).is_dir() for name in RUN_MODELS):
             raise ValueError(f"it is the directory of a training run; give {path / RUN_MODELS[0]}")
+        if (path / RUN_STATE).is_dir():
+            raise ValueError("it is the directory of a training run without a model yet; wait for its first checkpoint")
         try:
             return Header.from_json((path / _HEADER_FILE).read_bytes())
         except OSError as error:

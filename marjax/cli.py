@@ -26,7 +26,7 @@ from marjax.train import NonFiniteLossError
 from marjax.types import count_params
 from marjax.version import __version__
 
-BAD_INPUT, DIVERGED, INTERRUPTED = 2, 1, 130
+BAD_INPUT, DIVERGED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 EPILOG = """examples:
   marjax sample --per-class 8 --out grid.png
@@ -53,10 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(dashed(argv), argparse.Namespace(argv=argv))
         _use_cache()
         args.run(args)
+        sys.stdout.flush()  # a closed pipe is noticed here, not while Python shuts down
     except SystemExit as done:  # --help and --version
         return done.code
     except NonFiniteLossError as error:
         return _fail(DIVERGED, error)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (ValueError, TypeError, OSError) as error:
         if os.environ.get("MARJAX_TRACEBACK"):
             raise

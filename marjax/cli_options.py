@@ -46,8 +46,8 @@ def _dashed(word: str) -> str:
 
 def positive(text: str) -> int:
     """Type of options that count something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer below 2**31")
     return int(text)
 
 

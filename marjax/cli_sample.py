@@ -160,6 +160,8 @@ def _requested(args: argparse.Namespace, config: MARConfig) -> tuple[np.ndarray 
             raise ValueError("--unconditional excludes --labels and --per-class; leave out either.")
         return None, args.unconditional
     classes = label_list(config.class_names, config.class_num, "all" if args.labels is None else args.labels)
+    if len(classes) * (args.per_class or 1) >= 2**31:
+        raise ValueError(f"--per-class {args.per_class} of {len(classes)} labels: expected fewer than 2**31 images.")
     labels = np.repeat(np.array(classes, np.int32), args.per_class or 1)
     return labels, len(labels)
 

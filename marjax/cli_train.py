@@ -26,8 +26,8 @@ from marjax.types import MARParams, PyTree, cast_matrices
 DEFAULT_PRESET = "fashion_mnist"
 
 EXAMPLES = """examples:
-  marjax train --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --warmup-epochs 1 --ema-rate 0.999
-  marjax train --data photos/ --out runs/photos --img-size 32 --vae-embed-dim 3 --class-num 5 --flip
+  marjax train --preset fashion_mnist --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --no-flip
+  marjax train --data photos/ --out runs/photos --img-size 32 --vae-embed-dim 3 --class-num 5
   marjax train --data fashion-mnist/ --out runs/more --init-from fashion_mnist --lr 1e-4 --save-file more.safetensors
 
 The same command resumes a run that was interrupted; with more --epochs it prolongs one.
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     size, _, channels = image_shape(config)
     source = open_source(args.data, split="train", img_size=size, channels=channels)
     if args.class_names is None:
-        config = _named_classes(config, source)
+        config = _named_classes(config, source, args)
     if initial is not None:
         initial = _trainable(initial, config)
     if args.save_file is not None:
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> None:
         print(f"{args.save_file}: the EMA model, matrices in {args.save_dtype}")
 
 
-def _named_classes(config: MARConfig, source: ImageSource) -> MARConfig:
-    """Class directories name the classes; IDX files only number them."""
+def _named_classes(config: MARConfig, source: ImageSource, args: argparse.Namespace) -> MARConfig:
+    """Class directories name the classes; IDX files only number them, so names are those of a model that is named."""
     if not isinstance(source, ImageFolder):
-        return config
+        return config if args.preset or args.init_from else dataclasses.replace(config, class_names=())
     names = source.class_names if source.num_classes == config.class_num else ()
     return dataclasses.replace(config, class_names=names)
 

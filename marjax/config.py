@@ -41,6 +41,11 @@ class VAEConfig:
         if not (_is_finite(self.scale) and self.scale > 0):
             raise ValueError(f"scale={self.scale!r} must be a positive finite number.")
 
+    @property
+    def stride(self) -> int:
+        """Pixels per latent position."""
+        return 2 ** (len(self.ch_mult) - 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MARConfig:
@@ -126,6 +131,11 @@ class MARConfig:
             raise ValueError(f"class_names has {len(self.class_names)} entries, expected class_num={self.class_num}.")
         if self.vae is not None and self.vae.embed_dim != self.vae_embed_dim:
             raise ValueError(f"vae.embed_dim={self.vae.embed_dim} must equal vae_embed_dim={self.vae_embed_dim}.")
+        if self.vae is not None and self.vae.stride != self.vae_stride:
+            raise ValueError(
+                f"vae.ch_mult={self.vae.ch_mult} has {len(self.vae.ch_mult)} levels, so vae_stride={self.vae_stride} "
+                f"must be {self.vae.stride}."
+            )
 
     @property
     def grid_size(self) -> int:

@@ -89,6 +89,8 @@ class ArraySource:
 class ImageFolder:
     """One directory of images per class, decoded when asked for and centre-cropped as in ADM.
 
+    As in the reference, orientation tags (EXIF) are not applied, and an alpha channel is dropped.
+
     Directory names in sorted order give `class_names` and the labels. Files whose extension is not in
     `IMAGE_EXTENSIONS` are not images and are ignored.
     """
@@ -150,9 +152,13 @@ class ImageFolder:
 
         try:
             with Image.open(file) as image:
+                if image.mode[0] in "IF":
+                    raise OSError(f"mode {image.mode}: more than 8 bits per channel, which conversion would cut off")
                 pixels = center_crop(image.convert(self._mode), self._img_size)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{file} cannot be decoded as an image ({error}); replace or remove it.") from error
+            raise ValueError(
+                f"{file} cannot be decoded as an image ({error}); replace it, or remove it before a run begins."
+            ) from error
         return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
@@ -342,4 +348,6 @@ def _class_directories(path: Path) -> list[Path]:
 
 
 def _image_files(directory: Path) -> list[Path]:
-    return sorted(file for file in directory.iterdir() if file.suffix.lower() in IMAGE_EXTENSIONS and file.is_file())
+    """Visible images in sorted order."""
+    files = (file for file in directory.iterdir() if not file.name.startswith("."))
+    return sorted(file for file in files if file.suffix.lower() in IMAGE_EXTENSIONS and file.is_file())

@@ -149,10 +149,10 @@ def to_image_order(tokens: Array, order: Array) -> Array:
     return jnp.take_along_axis(tokens, jnp.argsort(order, axis=1)[..., None], axis=1)
 
 
-def image_keys(rng: Array, indices: Array) -> Array:
-    """[B] keys, one per image: they depend on (rng, index) alone."""
+def image_keys(words: Array, indices: Array) -> Array:
+    """[B] keys, one per image: they depend on the words of a key (uint32, at least 2) and the index alone."""
     # Threefry whatever the key's own implementation: another's draws depend on what else a vmap holds.
-    key = jax.random.wrap_key_data(jax.random.key_data(rng)[..., :2], impl="threefry2x32")
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
     return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
 
 

@@ -89,9 +89,11 @@ def sample_latents(
 
     A change of seed, labels, cfg (other than to or from 1.0) or temperature does not recompile. The function also
     works inside a user's own `jax.jit`, with traced labels; what depends on traced values is then not checked, and a
-    label out of range gives NaN. The batch is split over the devices that hold the weights, or over all local devices
-    where the weights were not put anywhere in particular. Under a mesh of the caller's (`jax.set_mesh`, `shard_map`)
-    placement is left to it.
+    label out of range gives NaN.
+
+    The batch is split over the devices that hold the weights, or over all local devices where the weights were not put
+    anywhere in particular. Inside a jit or under a mesh of the caller's (`jax.set_mesh`, `jax.shard_map`) placement is
+    the caller's; arguments must not be split along Explicit axes of such a mesh.
 
     Args:
         params: the model.
@@ -137,7 +139,8 @@ def sample_latents(
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
     num_iter = arguments.check_num_iter(config, num_iter)
-    dtype, devices = arguments.check_dtype(dtype), _devices(params.mar)
+    devices = _devices(params.mar, (rng, images, cfg, temperature))
+    dtype = arguments.check_dtype(dtype, devices[0].platform if devices else None)
     shares = max(1, len(devices))
     at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
     groups = _groups(images.known, len(images.indices))
@@ -257,11 +260,20 @@ def _generate(
     )
 
 
-def _devices(params: PyTree) -> tuple[jax.Device, ...]:
-    """Over which devices to split a batch: those that hold the weights, or all local ones; none under a user's mesh."""
-    if not jax.sharding.get_abstract_mesh().empty:
+def _devices(params: PyTree, others: PyTree) -> tuple[jax.Device, ...]:
+    """Over which devices to split a batch: those that hold the weights, or all local ones; none where the caller does.
+
+    Inside a jit the caller does: what it will run on is not known here. So does a mesh in scope.
+    """
+    leaves = jax.tree.leaves((params, others))
+    if any(part is not None for leaf in leaves for part in jax.typeof(leaf).sharding.spec):
+        raise ValueError(
+            "Arguments are split along Explicit axes of the mesh in scope; make the mesh with Auto axes, or sample "
+            "inside jax.shard_map."
+        )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) or not jax.sharding.get_abstract_mesh().empty:
         return ()
-    leaf = jax.tree.leaves(params)[0]
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed:
+    leaf = leaves[0]
+    if isinstance(leaf, jax.Array) and leaf.committed:
         return tuple(sorted(leaf.sharding.addressable_devices, key=lambda device: device.id))
     return tuple(jax.local_devices())

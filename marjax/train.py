@@ -6,20 +6,18 @@
     3. the state is checkpointed by step number, so a killed and resumed run repeats the unbroken one
     4. a non-finite loss or gradient stops the run before it can reach a checkpoint
 
-A run directory holds `config.json`, `metrics.jsonl`, `state/` (resumable), and `ema/` and `raw/` (models that
-`marjax.load` reads).
+What a run leaves on disk is the business of `marjax/run_dir.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
-import shutil
+import numbers
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,11 @@ from flax import struct
 from jax import shard_map
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from marjax import checkpoint, codec, data, mar, objective, optimizer
+from marjax import checkpoint, codec, data, mar, objective, optimizer, run_dir
 from marjax.config import MARConfig
-from marjax.files import atomic_write
 from marjax.objective import Draws, Objective
 from marjax.optimizer import OptimizerConfig
+from marjax.run_dir import Run
 from marjax.types import DTYPES, Array, MARParams, PyTree, cast_matrices
 
 
@@ -61,20 +59,24 @@ class TrainConfig:
     seed: int = 0
     ema_rate: float = 0.9999
     dtype: str = "bfloat16"
-    flip: bool = False
+    flip: bool = True
     log_every: int = 50
     save_every: int = 1000
     objective: Objective = Objective()
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def __post_init__(self):
-        if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise ValueError(f"epochs={self.epochs} must be a positive finite number.")
-        for name in ("batch_size", "log_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must be at least 0.")
+        if not (isinstance(self.epochs, numbers.Real) and math.isfinite(self.epochs) and self.epochs > 0):
+            raise ValueError(f"epochs={self.epochs!r} must be a positive finite number.")
+        for name, low in (("batch_size", 1), ("log_every", 1), ("save_every", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {low}.")
+        if not isinstance(self.flip, bool):
+            raise ValueError(f"flip={self.flip!r} must be True or False.")
+        for name, kind in (("objective", Objective), ("optimizer", OptimizerConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be of type {kind.__name__}.")
         if not 0.0 <= self.ema_rate < 1.0:
             raise ValueError(f"ema_rate={self.ema_rate} must lie in [0, 1).")
         if self.dtype not in DTYPES:
@@ -83,6 +85,14 @@ class TrainConfig:
     def steps(self, epochs: float, num_images: int) -> int:
         """Steps in so many passes over the data."""
         return max(1, round(epochs * num_images / self.batch_size))
+
+
+# What runs of versions that did not record a value had.
+_DEFAULTS = json.loads(
+    json.dumps(
+        {"model": MARConfig().to_dict(), "train": dataclasses.asdict(TrainConfig()), "start": {"init_from": None}}
+    )
+)
 
 
 @struct.dataclass
@@ -209,98 +219,51 @@ def train(
     tx = optimizer.make_optimizer(train_config.optimizer, schedule)
 
     out = Path(out)
-    _claim(out, config, train_config, source, init_from)
+    document = _document(config, train_config, source, init_from)
+    run_dir.check(out, document, _DEFAULTS)
     state = init_state(config, train_config, tx)
     if init_from is not None:
         state = state.replace(params=_masters(init_from), ema=_masters(init_from))
     facts = {**(provenance or {}), "train_config": dataclasses.asdict(train_config), "num_images": len(source)}
-    with _checkpoints(out / "state") as manager:
-        if manager.latest_step() is not None:
-            state = _restore(manager, state)
-        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    with run_dir.open_run(out, document) as run:
+        state = jax.device_put(run.restore(state), NamedSharding(mesh, PartitionSpec()))
         step_fn = make_step(config, train_config, tx, schedule, mesh)
         batch_sharding = NamedSharding(mesh, PartitionSpec("batch"))
         start = int(state.step)
         stream = data.batches(source, train_config.batch_size, train_config.seed, start, flip=train_config.flip)
-        log = _Log(out / "metrics.jsonl", start, train_config, len(source), total, progress)
+        log = _Log(run, start, train_config, len(source), total, progress)
         for index in range(start, total):
             images, labels = (jax.device_put(part, batch_sharding) for part in next(stream))
             state, metrics = step_fn(state, images, labels)
             last = index + 1 == total
             log.add(index + 1, metrics, flush=last or (index + 1) % train_config.save_every == 0)
             if last or (index + 1) % train_config.save_every == 0:
-                _save(manager, state)
-                models = _export(out, config, state, facts)
+                run.save(index + 1, state)
+                model = _export(run, config, state, facts)
         if start >= total:
-            models = _export(out, config, state, facts)
-    return models
-
-
-def _save(manager, state: TrainState) -> None:
-    import orbax.checkpoint as ocp
-
-    # From the host: orbax would cut arrays that several devices hold into a slice for each, and compile that per shape.
-    manager.save(int(state.step), args=ocp.args.StandardSave(jax.device_get(state)))
-    manager.wait_until_finished()
-
-
-def _restore(manager, like: TrainState) -> TrainState:
-    import orbax.checkpoint as ocp
-
-    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
-
-
-@contextlib.contextmanager
-def _checkpoints(path: Path) -> Iterator[Any]:
-    import orbax.checkpoint as ocp
-
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with ocp.CheckpointManager(path.absolute(), options=options) as manager:
-        yield manager
-
-
-def _export(out: Path, config: MARConfig, state: TrainState, facts: dict[str, Any]) -> MARParams:
-    models = {"raw": state.params, "ema": state.ema}
-    for name, tree in models.items():
-        # Copies: the state's own buffers are donated to the next step.
-        model = MARParams(mar=jax.tree.map(jnp.copy, tree), vae=None, config=config)
-        provenance = {**facts, "weights": name, "step": int(state.step)}
-        checkpoint.save(model, out / name, provenance=provenance, overwrite=True)
+            model = _export(run, config, state, facts)
     return model
 
 
-def _claim(
-    out: Path, config: MARConfig, train_config: TrainConfig, source: data.ImageSource, init_from: MARParams | None
-) -> None:
-    """Writes the run's configuration into a new run directory, or checks it against the one that is there."""
+def _export(run: Run, config: MARConfig, state: TrainState, facts: dict[str, Any]) -> MARParams:
+    models = {}
+    for name, tree in zip(checkpoint.RUN_MODELS, (state.ema, state.params), strict=True):
+        # Copies: the state's own buffers are donated to the next step.
+        model = MARParams(mar=jax.tree.map(jnp.copy, tree), vae=None, config=config)
+        run.export(name, model, {**facts, "weights": name, "step": int(state.step)})
+        models[name] = model
+    return models["ema"]
+
+
+def _document(
+    config: MARConfig, train_config: TrainConfig, source: data.ImageSource, init_from: MARParams | None
+) -> dict[str, Any]:
+    """What must not change while a run goes on, as it reads from `config.json`."""
     free = ("epochs", "log_every", "save_every")
     recipe = {k: v for k, v in dataclasses.asdict(train_config).items() if k not in free}
     facts = {"num_images": len(source), "class_names": source.class_names}
     start = {"init_from": None if init_from is None else checkpoint.fingerprint(init_from)}
-    document = {"model": config.to_dict(), "train": recipe, "data": facts, "start": start}
-    document = json.loads(json.dumps(document))
-    file = out / "config.json"
-    before = json.loads(file.read_text()) if file.is_file() else None
-    if before == document:
-        for leftover in out.glob(".tmp-*"):  # of a run that was killed while it exported
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        return
-    if isinstance(before, dict) and before.keys() == document.keys():
-        changed = [
-            f"{part}.{name}"
-            for part, values in document.items()
-            for name in values | before[part]
-            if values.get(name) != before[part].get(name)
-        ]
-        raise ValueError(
-            f"{out} holds a run with another configuration (different: {', '.join(changed)}); "
-            "give the same options to resume it, or another output directory."
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise ValueError(f"{out} is not empty and holds no training run; give another output directory.")
-    with atomic_write(file) as temporary:
-        temporary.write_text(json.dumps(document, indent=1))
+    return json.loads(json.dumps({"model": config.to_dict(), "train": recipe, "data": facts, "start": start}))
 
 
 def _masters(params: MARParams) -> PyTree:
@@ -330,21 +293,18 @@ class _Log:
 
     def __init__(
         self,
-        path: Path,
+        run: Run,
         start: int,
         config: TrainConfig,
         num_images: int,
         total: int,
         progress: Callable[[dict[str, float]], None] | None,
     ):
-        self.path, self.config, self.num_images, self.total = path, config, num_images, total
+        self.run, self.config, self.num_images, self.total = run, config, num_images, total
         self.progress = progress
         self.pending: list[dict[str, Array]] = []
         self.since = time.monotonic()
-        if path.exists():  # lines after the restored step, of which a kill may cut the last, are work to repeat
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            with atomic_write(path) as temporary:
-                temporary.write_text("".join(line for line in lines if json.loads(line)["step"] <= start))
+        run.drop_metrics_after(start)
 
     def add(self, step: int, metrics: dict[str, Array], *, flush: bool) -> None:
         self.pending.append(metrics)
@@ -358,7 +318,7 @@ class _Log:
                 if not math.isfinite(values[name]):
                     raise NonFiniteLossError(
                         f"The {what} became {values[name]} at step {at}; checkpoints of earlier steps in "
-                        f"{self.path.parent} are good. Lower the learning rate or use dtype float32, in a new run."
+                        f"{self.run.path} are good. Lower the learning rate or use dtype float32, in a new run."
                     )
         means = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0]}
         images = step * self.config.batch_size
@@ -367,8 +327,7 @@ class _Log:
             **{"step": step, "epoch": images / self.num_images, **means, "lr": float(fetched[-1]["lr"])},
             **{"images_per_s": rate, "eta_s": (self.total - step) * self.config.batch_size / rate},
         }
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.run.write_metrics(line)
         if self.progress is not None:
             self.progress(line)
         self.pending, self.since = [], now

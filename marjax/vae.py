@@ -165,7 +165,7 @@ def encode(params: PyTree, config: VAEConfig, images: Array) -> tuple[Array, Arr
     Raises:
         ValueError: if the images do not have that shape or dtype.
     """
-    stride = 2 ** (len(config.ch_mult) - 1)
+    stride = config.stride
     if images.ndim != 4 or images.shape[-1] != IMAGE_CHANNELS or images.shape[1] % stride or images.shape[2] % stride:
         raise ValueError(f"images have shape {images.shape}, expected [B, H, W, 3], H and W multiples of {stride}.")
     if not jnp.issubdtype(images.dtype, jnp.floating):

@@ -99,6 +99,7 @@ def test_presets_of_the_paper():
         ({"cfg_schedule": "cosine"}, "cfg_schedule='cosine' must be one of linear, constant"),
         ({"num_sampling_steps": "many"}, 'num_sampling_steps=.many.: expected a count such as 100, a list "a,b,c"'),
         ({"num_sampling_steps": "1"}, "num_sampling_steps='1'.* with at least 2 steps in all"),
+        ({"vae": VAEConfig(ch_mult=(1, 2))}, r"vae.ch_mult=\(1, 2\) has 2 levels, so vae_stride=16 must be 2"),
         ({"num_sampling_steps": 50}, "num_sampling_steps=50 must be a string"),
         ({"mlp_ratio": 0.0}, "mlp_ratio=0.0 must be finite and > 0"),
         ({"cfg": -0.5}, "cfg=-0.5 must be finite and >= 0"),

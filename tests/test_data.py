@@ -186,6 +186,19 @@ def test_image_folder_names_a_corrupt_file_when_it_is_read(tmp_path, damage):
         folder.get(np.array([0, 1]))
 
 
+def test_image_folder_refuses_more_than_8_bits(tmp_path):
+    make_folder(tmp_path, {"a": [(8, 8)]})
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(tmp_path / "a" / "0.png")
+    with pytest.raises(ValueError, match=r"0\.png cannot be decoded as an image \(mode I.*more than 8 bits"):
+        ImageFolder(tmp_path, 8).get(np.array([0]))
+
+
+def test_image_folder_ignores_hidden_files(tmp_path):
+    make_folder(tmp_path, {"a": [(8, 8)]})
+    (tmp_path / "a" / "._0.png").write_bytes(b"what macOS leaves")
+    assert len(ImageFolder(tmp_path, 8)) == 1
+
+
 # --- Arrays and the choice of source -------------------------------------------------------------------------------
 
 

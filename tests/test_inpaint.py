@@ -191,6 +191,6 @@ def test_what_inpainting_refuses_beside():
     nan = np.full((8, 8, 16), np.nan, np.float32)
     with pytest.raises(ValueError, match="known holds NaN or infinite values in tokens that are to be kept"):
         marjax.inpaint_latents(PARAMS, KEY, [0], latents=nan, mask=~mask, **OPTIONS)
-    latent = PARAMS.replace(config=dataclasses.replace(CONFIG, vae=VAEConfig()))
+    latent = PARAMS.replace(config=dataclasses.replace(CONFIG, vae=VAEConfig(ch_mult=(1, 1, 1, 1))))
     with pytest.raises(ValueError, match="carries no autoencoder; use inpaint_latents"):
         marjax.inpaint(latent, KEY, [0], image=np.zeros((64, 64, 3)), mask=np.ones((64, 64), bool))

@@ -129,7 +129,8 @@ def test_image_does_not_depend_on_its_batch(batch):
 
 
 def test_orders_and_noise_are_bit_equal_alone_and_in_a_batch():
-    keys, alone = decode.image_keys(KEY, jnp.arange(8)), decode.image_keys(KEY, jnp.array([5]))
+    words = jax.random.key_data(KEY)
+    keys, alone = decode.image_keys(words, jnp.arange(8)), decode.image_keys(words, jnp.array([5]))
     orders = decode.random_order(keys, CONFIG.seq_len)
     assert (np.sort(orders, axis=1) == np.arange(CONFIG.seq_len)).all()
     assert len({tuple(row) for row in np.asarray(orders)}) == 8
@@ -186,21 +187,23 @@ def test_jax_in_double_precision_mode_changes_nothing(batch):
     np.testing.assert_allclose(latents, batch, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_contract_holds_for_every_kind_of_key(impl):
+QUICK = {"num_iter": 2, "num_sampling_steps": 4, "cfg": 1.0, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("default", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_every_kind_of_key_works_whatever_the_default_kind(impl, default):
+    """Typed or raw; and the (seed, index) contract holds for each."""
     key = jax.random.key(3, impl=impl)
-    both, alone = decode.image_keys(key, jnp.arange(2)), decode.image_keys(key, jnp.array([1]))
-    np.testing.assert_array_equal(decode.random_order(both, 64)[1], decode.random_order(alone, 64)[0])
-    noise = [np.asarray(decode.random_noise(keys, 4, 16)(5, 3)) for keys in (both, alone)]
+    with jax.default_prng_impl(default):
+        both = marjax.sample_latents(PARAMS, key, [1, 2], **QUICK)
+        raw = marjax.sample_latents(PARAMS, jax.random.key_data(key), [1, 2], **QUICK)
+    np.testing.assert_array_equal(both, raw)
+    words = jax.random.key_data(key)
+    pair, alone = decode.image_keys(words, jnp.arange(2)), decode.image_keys(words, jnp.array([1]))
+    np.testing.assert_array_equal(decode.random_order(pair, 64)[1], decode.random_order(alone, 64)[0])
+    noise = [np.asarray(decode.random_noise(keys, 4, 16)(5, 3)) for keys in (pair, alone)]
     np.testing.assert_array_equal(noise[0].reshape(5, 2, 3, 16)[:, 1], noise[1].reshape(5, 1, 3, 16)[:, 0])
-
-
-def test_raw_and_typed_keys_are_the_same():
-    raw, typed = (
-        decode.image_keys(jax.random.PRNGKey(3), jnp.arange(2)),
-        decode.image_keys(jax.random.key(3), jnp.arange(2)),
-    )
-    np.testing.assert_array_equal(jax.random.key_data(raw), jax.random.key_data(typed))
 
 
 def test_given_order_is_used():
@@ -340,7 +343,7 @@ class Patch:
         setattr(target, name, value)
 latents = t.marjax.sample_latents(t.PARAMS, t.KEY, t.LABELS[:6], **t.OPTIONS)
 text = t.compiled_text(Patch(), t.PARAMS, labels=t.LABELS[:6])
-keys = decode.image_keys(t.KEY, jax.numpy.arange(6))
+keys = decode.image_keys(jax.random.key_data(t.KEY), jax.numpy.arange(6))
 np.savez(
     sys.argv[2],
     latents=latents,
@@ -357,7 +360,7 @@ def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path)
     four = with_four_devices(DEVICES_SCRIPT, tmp_path)
     assert four["partitions"].tolist() == ["4"]
     assert four["collectives"].tolist() == []
-    keys = decode.image_keys(KEY, jnp.arange(6))
+    keys = decode.image_keys(jax.random.key_data(KEY), jnp.arange(6))
     np.testing.assert_array_equal(four["order"], decode.random_order(keys, 64))
     np.testing.assert_array_equal(four["noise"], decode.random_noise(keys, 4, 16)(0, 8))
     np.testing.assert_allclose(four["latents"], batch[:6], rtol=0, atol=1e-3)
@@ -387,6 +390,22 @@ assert on_second.devices() == {devices[1]}
 assert len(images["everywhere"].devices()) == 4 == len(images["replicated_weights"].devices())
 with jax.set_mesh(mesh):
     images["users_mesh"] = generate()
+jitted = jax.jit(lambda params, key: generate(params=params, key=key))
+images["users_jit"] = jitted(t.PARAMS, t.KEY)
+images["users_jit_of_committed_weights"] = jitted(second, t.KEY)
+on_two = NamedSharding(Mesh(np.array(devices[:2]), ("x",)), P())
+images["users_jit_of_weights_on_two"] = jitted(jax.device_put(t.PARAMS, on_two), t.KEY)
+images["users_jit_of_a_committed_key"] = jitted(t.PARAMS, jax.device_put(t.KEY, devices[2]))
+images["users_jit_that_closes_over_weights"] = jax.jit(lambda key: generate(key=key))(jax.device_put(t.KEY, devices[3]))
+explicit = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(explicit):
+    images["explicit_mesh"] = generate()
+    try:
+        jax.jit(lambda labels: generate(labels=labels))(jax.device_put(labels, NamedSharding(explicit, P("x"))))
+    except ValueError as error:
+        assert "split along Explicit axes of the mesh in scope; make the mesh with Auto axes" in str(error)
+    else:
+        raise AssertionError("labels split along an Explicit axis were accepted")
 of_shards = jax.jit(jax.shard_map(split, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))(labels)
 np.savez(sys.argv[2], of_shards=of_shards, first_index=generate(indices=[0, 0, 0, 0]), **images)
 """
@@ -397,7 +416,7 @@ def test_devices_follow_the_weights_and_the_users_mesh(tmp_path):
     results = with_four_devices(PLACEMENT_SCRIPT, tmp_path)
     np.testing.assert_allclose(results.pop("of_shards"), results.pop("first_index"), rtol=0, atol=1e-3)
     expected = results.pop("everywhere")
-    assert len(results) == 4
+    assert len(results) == 10
     for name, images in results.items():
         np.testing.assert_allclose(images, expected, rtol=0, atol=1e-3, err_msg=name)
 
@@ -441,8 +460,14 @@ def test_devices_follow_the_weights_and_the_users_mesh(tmp_path):
         ([1], {"order": [[0, 1], [2]]}, r"order=\[\[0, 1\], \[2\]\] must be 'random' or an array"),
         ([1], {"noise": np.zeros((1, 64, 40, 16))}, r"expected \[B, S, T \+ 1, D\] = \(1, 64, 41, 16\)"),
         ([1], {"noise": [[0.0], [0.0, 1.0]]}, r"noise must be None or an array of numbers"),
+        ([1], {"noise": np.zeros((1, 64, 41, 16), complex)}, r"noise must be floating point, got complex128"),
+        ([1], {"cfg": [[1], [1, 2]]}, r"cfg=\[\[1\], \[1, 2\]\] must be a number"),
+        ([1], {"cfg": "1.5"}, r"cfg='1.5' must be a number"),
+        ([1], {"num_iter": True}, r"num_iter=True must be an integer"),
+        ([1], {"batch_size": True}, r"batch_size=True must be a positive integer"),
+        ([1], {"temperature": 1e38}, r"non-finite latents: .* or weights, cfg or temperature are too large"),
         ([1], {"noise": np.full((1, 64, 41, 16), np.nan)}, r"noise holds 41984 values that are NaN or infinite"),
-        ([1], {"cfg": [3.0, 1.0]}, r"cfg has shape \(2,\); expected one number"),
+        ([1], {"cfg": np.ones(2)}, r"cfg has shape \(2,\); expected one number"),
         (None, {"batch_size": 2, "cfg": "high"}, r"cfg='high' must be a number"),
     ],
 )
@@ -464,6 +489,17 @@ def test_what_is_no_model(function):
         function(PARAMS.mar, KEY, LABELS, **OPTIONS)
 
 
+def test_lists_with_traced_entries_are_refused():
+    with pytest.raises(TypeError, match=r"labels is a list with traced entries; give one array \(jnp.stack\)"):
+        jax.eval_shape(lambda label: marjax.sample_latents(PARAMS, KEY, [label, 1], **OPTIONS), 3)
+
+
+def test_traced_noise_may_be_of_any_float_dtype():
+    noise = jax.ShapeDtypeStruct((1, 64, 41, 16), jnp.bfloat16)
+    shape = jax.eval_shape(lambda noise: marjax.sample_latents(PARAMS, KEY, [3], noise=noise, **OPTIONS), noise)
+    assert (shape.shape, shape.dtype) == ((1, 8, 8, 16), jnp.float32)
+
+
 @pytest.mark.parametrize("name", ["cfg", "temperature"])
 def test_traced_scales_must_be_scalars(name):
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); expected one number"):
@@ -472,16 +508,16 @@ def test_traced_scales_must_be_scalars(name):
 
 def test_images_that_are_not_finite_are_refused(monkeypatch):
     """The autoencoder's part: the latents are finite."""
-    config = dataclasses.replace(CONFIG, vae=VAEConfig())
+    config = dataclasses.replace(CONFIG, vae=VAEConfig(ch_mult=(1, 1, 1, 1)))
     monkeypatch.setattr(sample, "sample_latents", lambda *arguments, **options: jnp.zeros((1, 8, 8, 16)))
     monkeypatch.setattr(codec, "latents_to_images", lambda *arguments: jnp.full((1, 64, 64, 3), jnp.nan))
-    with pytest.raises(ValueError, match="The model generated non-finite images; its weights hold NaN"):
+    with pytest.raises(ValueError, match="The model generated non-finite images: its weights hold NaN"):
         marjax.sample(PARAMS.replace(config=config, vae={}), KEY, [0])
 
 
 def test_nan_weights_are_never_a_silent_picture():
     tree = {**PARAMS.mar, "z_proj": {**PARAMS.mar["z_proj"], "bias": jnp.full(48, jnp.nan)}}
-    with pytest.raises(ValueError, match="non-finite latents; its weights hold NaN"):
+    with pytest.raises(ValueError, match="non-finite latents: its weights hold NaN"):
         marjax.sample_latents(PARAMS.replace(mar=tree), KEY, LABELS, **OPTIONS)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -389,8 +391,12 @@ def test_init_from_narrow_weights(tmp_path):
     [
         ({}, {"ema_rate": 0.99}, "train.ema_rate"),
         ({}, {"dtype": "bfloat16", "seed": 6}, "train.seed, train.dtype"),
-        ({}, {"optimizer": OptimizerConfig(lr=1e-3, warmup_epochs=0.8)}, "train.optimizer"),
-        ({}, {"objective": Objective(label_drop_prob=0.2)}, "train.objective"),
+        ({}, {"optimizer": OptimizerConfig(lr=1e-3, warmup_epochs=0.8)}, "train.optimizer.lr"),
+        (
+            {},
+            {"objective": dataclasses.replace(RECIPE.objective, label_drop_prob=0.2)},
+            "train.objective.label_drop_prob",
+        ),
         ({"buffer_size": 3}, {}, "model.buffer_size"),
         ({"cfg": 2.0}, {"flip": False}, "model.cfg, train.flip"),
     ],
@@ -409,6 +415,20 @@ def test_a_run_of_another_version_is_refused_by_field(tmp_path, unbroken):
     (tmp_path / "config.json").write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"\(different: train.seed, train.momentum\)"):
         train(CONFIG, RECIPE, SOURCE, tmp_path)
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, fake_step):
+    """What it did not record had the effect of the defaults."""
+    fake_step(lambda step: {})
+    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    document = json.loads(file.read_text())
+    del document["start"], document["train"]["optimizer"]["eps"], document["train"]["objective"]["mask_ratio_std"]
+    file.write_text(json.dumps(document))
+    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    other = dataclasses.replace(RECIPE, optimizer=dataclasses.replace(RECIPE.optimizer, eps=1e-6))
+    with pytest.raises(ValueError, match=r"\(different: train.optimizer.eps\)"):
+        train(CONFIG, other, SOURCE, tmp_path / "run")
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
@@ -476,6 +496,55 @@ def test_what_a_kill_left_in_the_run_is_removed(tmp_path, fake_step):
     assert {path.name for path in (tmp_path / "run").iterdir()} == kept
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b'{"model": ', r"config.json is damaged \(.*\); restore it, or give another output directory"),
+        ("config.json", b"\xff\x00", r"config.json is damaged \(.*\); restore it"),
+        ("config.json", b"[]", "holds no training run"),
+        ("metrics.jsonl", b"\n", r"metrics.jsonl is damaged \(.*\); move it away to go on without it"),
+        ("metrics.jsonl", b'{"a": 1}\n', r"metrics.jsonl is damaged \(KeyError\('step'\)\); move it away"),
+        ("state/6/default/_METADATA", b"", r"state/6 is damaged \(.*\); remove it to go on from the checkpoint before"),
+    ],
+)
+def test_damaged_runs_are_refused(file, content, message, tmp_path, fake_step):
+    fake_step(lambda step: {})
+    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    (tmp_path / "run" / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_in_place_of_the_run(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match="run is not a directory; give another output directory"):
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+
+
+def test_a_run_belongs_to_one_process(tmp_path, fake_step):
+    def second(state):
+        with pytest.raises(ValueError, match="run is in use by another process; let it end"):
+            train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+
+    fake_step(lambda step: {}, after=second)
+    train(CONFIG, dataclasses.replace(RECIPE, epochs=0.4), SOURCE, tmp_path / "run")
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, fake_step, monkeypatch):
+    fake_step(lambda step: {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
+    with pytest.raises(OSError, match=r"Cannot write .*state: the disk is full; free some space and run the same"):
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_load_of_a_run_without_a_model(tmp_path):
+    (tmp_path / "state").mkdir()
+    with pytest.raises(CheckpointError, match=r"a training run without a model yet; wait for its first checkpoint\.$"):
+        load(tmp_path)
+
+
 def test_load_of_a_run_says_what_to_load(unbroken):
     with pytest.raises(CheckpointError, match=r"it is the directory of a training run; give .*unbroken/ema\.$"):
         load(unbroken[0])
@@ -495,10 +564,14 @@ def test_init_from_another_model_is_refused(change, tmp_path):
     [
         ({"epochs": 0.0}, "epochs=0.0 must be a positive finite number"),
         ({"epochs": float("inf")}, "epochs=inf must be a positive finite number"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"log_every": 0}, "log_every=0 must be at least 1"),
-        ({"save_every": -1}, "save_every=-1 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"epochs": "3"}, "epochs='3' must be a positive finite number"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
+        ({"batch_size": 32.0}, "batch_size=32.0 must be an integer of at least 1"),
+        ({"log_every": 0}, "log_every=0 must be an integer of at least 1"),
+        ({"save_every": -1}, "save_every=-1 must be an integer of at least 1"),
+        ({"seed": -1}, "seed=-1 must be an integer of at least 0"),
+        ({"flip": "no"}, "flip='no' must be True or False"),
+        ({"objective": None}, "objective=None must be of type Objective"),
         ({"ema_rate": 1.0}, r"ema_rate=1.0 must lie in \[0, 1\)"),
         ({"ema_rate": float("nan")}, r"ema_rate=nan must lie in \[0, 1\)"),
         ({"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),

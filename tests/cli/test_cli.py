@@ -61,7 +61,7 @@ def test_every_field_is_an_option_of_train(marjax):
         (("sample", "--num", "3"), "unrecognized arguments: --num 3"),
         (("sample", "--seed", "-1"), "--seed: '-1' must be an integer from 0 to 2**32 - 1; `marjax sample --help`"),
         (("sample", "--seed", "4294967296"), "--seed: '4294967296' must be an integer from 0 to"),
-        (("sample", "--batch-size", "0"), "--batch-size: '0' must be a positive integer"),
+        (("sample", "--batch-size", "0"), "--batch-size: '0' must be a positive integer below 2**31"),
         (("sample", "--per-class", "2.5"), "--per-class: '2.5' must be a positive integer"),
         (("sample", "--cfg", "high"), "--cfg: invalid float value: 'high'"),
         (("sample", "--cfg-schedule", "cosine"), "--cfg-schedule: invalid choice: 'cosine'"),
@@ -140,6 +140,13 @@ def test_bad_input_with_its_traceback_on_demand(marjax, monkeypatch):
     monkeypatch.setenv("MARJAX_TRACEBACK", "1")
     with pytest.raises(CheckpointError, match="no such path"):
         marjax("info", "nowhere")
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command(model):
+    command = [sys.executable, "-m", "marjax", "info", model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == cli.BROKEN_PIPE
 
 
 def test_unexpected_errors_keep_their_traceback(marjax, monkeypatch):

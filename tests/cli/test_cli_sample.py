@@ -137,6 +137,7 @@ def test_sample_directory_refuses_other_options(marjax, refused, model, calls, t
     [
         ("--labels boot", "Unknown label 'boot'; expected a number from 0 to 2 or one of sneaker, bag, ankle boot."),
         ("--labels 3", "Unknown label '3'"),
+        ("--per-class 2000000000", "--per-class 2000000000 of 3 labels: expected fewer than 2**31 images."),
         ("--labels sneaker,,bag", "Unknown label ''"),
         ("--unconditional 2 --labels 1", "--unconditional excludes --labels and --per-class"),
         ("--unconditional 2 --cfg 3", "cfg=3.0 needs labels"),

@@ -12,11 +12,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from cli_helpers import FAST, FAST_OPTIONS, NAMES, SIZES, TINY, random_model, read
+from cli_helpers import FAST, FAST_OPTIONS, NAMES, SIZES, TINY, random_model, read, write_idx
 from PIL import Image
 
 from marjax import cli_train
 from marjax.checkpoint import describe, load, save
+from marjax.config import FASHION_MNIST_CLASSES
 from marjax.images import to_uint8
 from marjax.sample import sample
 
@@ -70,7 +71,7 @@ def test_train_resumes_and_its_run_is_a_model(marjax, refused, data):
     assert shlex.split(facts["command"])[:3] == ["marjax", "train", "--data"]
     assert facts["command"].endswith("--epochs 1 --save-file ema.safetensors")
 
-    assert "(different: train.optimizer)" in refused(*command, "--epochs", 1, "--lr", 0.1)
+    assert "(different: train.optimizer.lr)" in refused(*command, "--epochs", 1, "--lr", 0.1)
     # The run's directory is a model for the other commands.
     for words, weights in (((), "ema"), (("--weights", "raw"), "raw")):
         code, out, _ = marjax("info", "run", *words)
@@ -82,7 +83,7 @@ def test_train_resumes_and_its_run_is_a_model(marjax, refused, data):
 
 def test_train_passes_its_options_on(marjax, data, trained):
     words = shlex.split(
-        "--epochs 2 --batch_size 4 --seed 3 --ema-rate 0.5 --dtype float32 --flip --log-every 7 --save-every 8 "
+        "--epochs 2 --batch_size 4 --seed 3 --ema-rate 0.5 --dtype float32 --no-flip --log-every 7 --save-every 8 "
         "--mask-ratio-min 0.5 --label-drop-prob 0.2 --attn-dropout 0.3 --proj_dropout 0.4 --diffusion-batch-mul 2 "
         "--remat --unroll 3 --mask-ratio-std 0.5 --optimizer muon --blr 1e-3 --lr 2e-3 --min-lr 1e-5 "
         "--lr-schedule cosine --warmup-epochs 0.5 --weight-decay 0.1 --beta1 0.8 --beta2 0.9 --eps 1e-6 "
@@ -96,7 +97,7 @@ def test_train_passes_its_options_on(marjax, data, trained):
     flat = dataclasses.asdict(call["recipe"])
     objective, optimizer = flat.pop("objective"), flat.pop("optimizer")
     assert flat == {
-        **{"epochs": 2.0, "batch_size": 4, "seed": 3, "ema_rate": 0.5, "dtype": "float32", "flip": True},
+        **{"epochs": 2.0, "batch_size": 4, "seed": 3, "ema_rate": 0.5, "dtype": "float32", "flip": False},
         **{"log_every": 7, "save_every": 8},
     }
     assert objective == {
@@ -134,6 +135,14 @@ def test_train_takes_class_names_from_class_directories(marjax, trained):
     assert marjax(*command)[0] == 0  # of ten classes, two are there: Fashion-MNIST's names would be wrong
     assert marjax(*command, "--class-num", 2, "--class-names", "a, b")[0] == 0
     assert [call["config"].class_names for call in trained] == [("cats", "dogs"), (), ("a", "b")]
+
+
+def test_train_names_the_classes_of_idx_files_only_on_demand(marjax, tmp_path, trained):
+    """Ten classes of 28 x 28 pixels may be Fashion-MNIST's or not."""
+    write_idx(tmp_path / "digits", "train", np.zeros((20, 28, 28)), np.arange(20) % 10)
+    for words, named in (((), False), (("--preset", "fashion_mnist"), True)):
+        assert marjax("train", "--data", "digits", "--out", "run", *words)[0] == 0
+        assert trained.pop()["config"].class_names == (FASHION_MNIST_CLASSES if named else ())
 
 
 def test_train_shows_its_progress_on_a_terminal(marjax, data, trained, monkeypatch):
