@@ -3,7 +3,8 @@
     to_checkpoint   the reference's weights, and its autoencoder, into a marjax checkpoint
     to_reference    a marjax model into safetensors files with the reference's key names
 
-Nothing is built twice: a source file is mapped or read one leaf at a time, and released before anything is written.
+Nothing is built twice: a source file is mapped, or read one tensor at a time, and let go before anything is written;
+what is built of it are numpy arrays, which no device has to hold.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ def _read_any(
         config = detection.detect_mar(
             file.shapes, options=options, args=file.args, recorded=file.config, vae=vae_config
         )
-        return convert.from_state_dict(file.state, config, dtype), _Origin.of(source, file)
+        tree = convert.fill(convert.mar_template(config), file.state, convert.mar_source, dtype)
+        return MARParams(mar=tree, vae=None, config=config), _Origin.of(source, file)
 
 
 def _read_vae(path: str, weights: str | None, scale: float | None, dtype: str) -> tuple[VAEConfig, PyTree, _Origin]:
@@ -217,7 +219,7 @@ def _vae(file: WeightFile, scale: float | None, dtype: str) -> tuple[VAEConfig, 
         scale = file.config.vae.scale
     config = detection.detect_vae(file.shapes, scale)
     _check_dtypes(file)
-    return config, convert_vae.from_state_dict(file.state, config, dtype)
+    return config, convert.fill(convert_vae.vae_template(config), file.state, convert_vae.vae_source, dtype)
 
 
 def _check_dtypes(file: WeightFile) -> None:

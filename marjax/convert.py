@@ -126,7 +126,8 @@ def from_state_dict(state: Mapping[str, np.ndarray], config: MARConfig, dtype: s
     Raises:
         ValueError: if a key is unused, a leaf unfilled, or a shape wrong; all of them in one message.
     """
-    return MARParams(mar=fill(mar_template(config), state, mar_source, dtype), vae=None, config=config)
+    tree = fill(mar_template(config), state, mar_source, dtype)
+    return MARParams(mar=jax.tree.map(jnp.asarray, tree), vae=None, config=config)
 
 
 def to_state_dict(params: MARParams) -> dict[str, np.ndarray]:
@@ -158,7 +159,7 @@ def misfits(template: PyTree, shapes: Mapping[str, tuple[int, ...]], table: Tabl
 
 
 def fill(template: PyTree, state: Mapping[str, np.ndarray], table: Table, dtype: str = "float32") -> PyTree:
-    """A tree like `template` with the values of a state dict. Holds one leaf's tensors at a time.
+    """A tree of numpy arrays like `template`, with the values of a state dict, of which it reads one tensor at a time.
 
     Args:
         template: tree of arrays or `jax.ShapeDtypeStruct`.
@@ -172,14 +173,13 @@ def fill(template: PyTree, state: Mapping[str, np.ndarray], table: Table, dtype:
     if problems := misfits(template, {key: np.shape(tensor) for key, tensor in state.items()}, table):
         raise ValueError(f"The state dict does not fit this configuration: {'; '.join(problems)}.")
 
-    def filled(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def filled(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         name = _name(path)
         source = table(name, leaf.shape)
-        # Always an array of its own: jax would share memory with one that, say, maps a file.
         array = np.empty(leaf.shape, DTYPES[dtype] if name.endswith("/kernel") else np.float32)
         for layer, key in zip(array if source.stacked else array[None], source.keys, strict=True):
             layer[...] = source.transform.from_torch(np.asarray(state[key]))
-        return jnp.asarray(array)
+        return array
 
     return jax.tree_util.tree_map_with_path(filled, template)
 

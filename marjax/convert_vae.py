@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
@@ -70,7 +71,7 @@ def from_state_dict(state: Mapping[str, np.ndarray], config: VAEConfig, dtype: s
             wrong, all of them in one message.
     """
     refuse_latent_diffusion(state)
-    return fill(vae_template(config), state, vae_source, dtype)
+    return jax.tree.map(jnp.asarray, fill(vae_template(config), state, vae_source, dtype))
 
 
 def to_state_dict(params: PyTree, config: VAEConfig) -> dict[str, np.ndarray]:

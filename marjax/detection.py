@@ -16,6 +16,7 @@ Errors are ValueErrors with a clause for a message.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -168,8 +169,9 @@ def detect_mar(
 
 def preset_name(config: MARConfig) -> str | None:
     """The preset that a configuration equals, except for sampling defaults and class names."""
+    fields = [field.name for field in dataclasses.fields(MARConfig) if field.name not in _SAMPLING]
     for name, preset in PRESETS.items():
-        if dataclasses.replace(config, **{field: getattr(preset, field) for field in _SAMPLING}) == preset:
+        if all(getattr(config, field) == getattr(preset, field) for field in fields):
             return name
     return None
 
@@ -225,8 +227,9 @@ def _mlp_ratio(dims: list[int], hidden: list[int], preferred: float | None) -> f
 
 
 def _count(shapes: Shapes, prefix: str) -> int:
-    """How many numbered parts follow a prefix."""
-    return len({key[len(prefix) :].partition(".")[0] for key in shapes if key.startswith(prefix)})
+    """How many numbered parts follow a prefix, counted from 0 to the first that is not there."""
+    there = {key[len(prefix) :].partition(".")[0] for key in shapes if key.startswith(prefix)}
+    return next(number for number in itertools.count() if str(number) not in there)
 
 
 def _check_present(shapes: Shapes, axes: Mapping[str, int]) -> None:
