@@ -304,10 +304,12 @@ def _check_archive(path: Path) -> None:
 
 
 def _global_names(data: bytes) -> Iterator[str]:
-    """What a pickle refers to by name; nothing is executed. Safe mode refuses the other ways to refer to something."""
+    """What a pickle refers to, by name or by a way of its own; nothing is executed."""
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name == "GLOBAL":
+        if opcode.name in ("GLOBAL", "INST"):
             yield argument.replace(" ", ".")
+        elif opcode.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):
+            yield f"something by {opcode.name}"
 
 
 def _arrays(torch: ModuleType, tensors: Mapping[str, Any], size: int) -> dict[str, np.ndarray]:
