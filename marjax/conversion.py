@@ -103,7 +103,7 @@ def to_checkpoint(
     if vae is None:
         params, origins["model"] = _read_any(source, weights, None, vae_scale, dtype, options)
     else:
-        vae_config, vae_params, origins["vae"] = _read_vae(vae, None, vae_scale, dtype)
+        vae_config, vae_params, origins["vae"] = _read_vae(vae, vae_scale, dtype)
         params, origins["model"] = _read_any(source, weights, vae_config, vae_scale, dtype, options)
         params = params.replace(vae=vae_params)
     preset = None if params.mar is None else detection.preset_name(params.config)
@@ -206,8 +206,8 @@ def _read_any(
         return MARParams(mar=tree, vae=None, config=config), _Origin.of(source, file)
 
 
-def _read_vae(path: str, weights: str | None, scale: float | None, dtype: str) -> tuple[VAEConfig, PyTree, _Origin]:
-    file = torch_files.read(path, weights)
+def _read_vae(path: str, scale: float | None, dtype: str) -> tuple[VAEConfig, PyTree, _Origin]:
+    file = torch_files.read(path)
     with reporting(f"Cannot convert '{path}'"):
         if detection.kind(file.state) != "vae":
             raise ValueError("it is a MAR model, expected MAR's autoencoder after --vae")

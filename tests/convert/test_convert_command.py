@@ -258,7 +258,9 @@ def test_bad_command_lines(converted, refused):
 
     converted(*convert_small, *SMALL_OPTIONS)
     to_safetensors = ("--to", "safetensors")
-    assert "the name of a safetensors file must end in .safetensors" in refused("out", "flat", *to_safetensors)
+    assert "Cannot write flat: with --to safetensors its name must end in .safetensors." in refused(
+        "out", "flat", *to_safetensors
+    )
     assert "--to safetensors writes a model as it is" in refused("out", "x.safetensors", *to_safetensors, "--cfg", "2")
     assert "'out' has no autoencoder" in refused("out", "x.safetensors", *to_safetensors, "--vae", "v.safetensors")
     assert "no such path" in refused("nope", "x.safetensors", *to_safetensors)
