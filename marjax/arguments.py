@@ -61,6 +61,8 @@ def check_params(params: Any) -> MARParams:
     """Refuses what is not a model."""
     if not isinstance(params, MARParams):
         raise TypeError(f"params is a {type(params).__name__}; expected a marjax.MARParams, as marjax.load returns.")
+    if params.mar is None:
+        raise ValueError("params holds an autoencoder only, which generates nothing; load the model it belongs to.")
     return params
 
 

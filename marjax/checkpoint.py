@@ -36,6 +36,7 @@ from flax import traverse_util
 from marjax import mar, vae
 from marjax.config import MARConfig, get_preset
 from marjax.files import atomic_dir, atomic_write
+from marjax.files import sha256 as _digest_file
 from marjax.header import FORMAT, Header, Leaf
 from marjax.types import MARParams, PyTree, cast_matrices
 
@@ -145,7 +146,7 @@ def load(source: str | os.PathLike[str]) -> MARParams:
     Raises:
         CheckpointError: if there is no such checkpoint, or anything about it is not as it should be.
     """
-    with _located(source) as path, _reporting(f"Cannot load '{source}'"):
+    with _located(source) as path, reporting(f"Cannot load '{source}'"):
         header = _read_header(path)
         template = _check_leaves(header.leaves, header.config)
         arrays = _read_directory(path, header) if path.is_dir() else _read_file(path, header)
@@ -162,7 +163,7 @@ def describe(source: str | os.PathLike[str]) -> Header:
     Raises:
         CheckpointError: if there is no such checkpoint, or its header is not as it should be.
     """
-    with _located(source) as path, _reporting(f"Cannot load '{source}'"):
+    with _located(source) as path, reporting(f"Cannot load '{source}'"):
         header = _read_header(path)
         _check_leaves(header.leaves, header.config)
         return header
@@ -198,10 +199,17 @@ def _pack(
         tree = cast_matrices(tree, jnp.dtype(dtype))
     arrays = {_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     leaves = _leaves(arrays)
-    with _reporting("Cannot save these params"):
+    with reporting("Cannot save these params"):
         _check_leaves(leaves, params.config)
         _check_finite(arrays)
     return Header(config=params.config, leaves=leaves, digests={}, preset=preset, provenance=provenance), arrays
+
+
+class _Unchanging(np.ndarray):
+    """An array that orbax may write as it is; of any other it makes a copy first, in case it changes meanwhile."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unchanging:
+        return self
 
 
 def _write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -212,7 +220,8 @@ def _write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise OSError(errno.ENOSPC, "not enough space for the arrays")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(directory, traverse_util.unflatten_dict(arrays, sep="/"))
+            views = {name: array.view(_Unchanging) for name, array in arrays.items()}
+            checkpointer.save(directory, traverse_util.unflatten_dict(views, sep="/"))
     except ValueError as error:  # how tensorstore, below orbax, reports that a file cannot be written
         raise OSError(errno.EIO, str(error)) from error
 
@@ -241,18 +250,18 @@ def _located(source: str | os.PathLike[str]) -> Iterator[Path]:
         if not (stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and Path(path).suffix == SUFFIX)):
             raise CheckpointError(
                 f"Cannot load '{source}': it is neither a checkpoint directory nor a {SUFFIX} file; "
-                "convert PyTorch weights with marjax.convert.from_state_dict."
+                "convert PyTorch weights with `marjax convert`."
             )
         yield Path(path)
 
 
 @contextlib.contextmanager
-def _reporting(prefix: str) -> Iterator[None]:
-    """Turns an error whose message is a clause into a CheckpointError that is a sentence."""
+def reporting(prefix: str) -> Iterator[None]:
+    """Turns an error whose message is a clause, or a sentence, into a CheckpointError that is a sentence."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{prefix}: {error}.") from error
+        raise CheckpointError(f"{prefix}: {str(error).removesuffix('.')}.") from error
 
 
 def _read_header(path: Path) -> Header:
@@ -267,10 +276,10 @@ def _read_header(path: Path) -> Header:
             raise ValueError(
                 f"its {_HEADER_FILE} cannot be read ({error.strerror}); give a directory that marjax.save wrote"
             ) from error
-    with _open_safetensors(path) as file:
+    with open_safetensors(path) as file:
         metadata = file.metadata() or {}
     if FORMAT not in metadata:
-        raise ValueError("it was not written by marjax; convert PyTorch weights with marjax.convert.from_state_dict")
+        raise ValueError("it was not written by marjax; convert PyTorch weights with `marjax convert`")
     return Header.from_json(metadata[FORMAT])
 
 
@@ -285,7 +294,7 @@ def _read_directory(path: Path, header: Header) -> dict[str, np.ndarray]:
 
 
 def _read_file(path: Path, header: Header) -> dict[str, np.ndarray]:
-    with _open_safetensors(path) as file:
+    with open_safetensors(path) as file:
         names = file.keys()
         arrays = {name: file.get_tensor(name) for name in names}
     _check_digests(header, lambda name: _digest(arrays[name]) if name in arrays else None)
@@ -293,7 +302,8 @@ def _read_file(path: Path, header: Header) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, opened by the library's own reader, which checks its header; errors are clauses."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -309,11 +319,11 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _template(config: MARConfig, with_vae: bool) -> tuple[PyTree, dict[str, jax.ShapeDtypeStruct]]:
-    """The tree that `config` calls for (vae None if not asked for), and its leaves by name."""
+def _template(config: MARConfig, with_mar: bool, with_vae: bool) -> tuple[PyTree, dict[str, jax.ShapeDtypeStruct]]:
+    """The tree that `config` calls for (None for what is not asked for), and its leaves by name."""
     key = jax.random.key(0)
     template = {
-        "mar": jax.eval_shape(functools.partial(mar.init, config), key),
+        "mar": jax.eval_shape(functools.partial(mar.init, config), key) if with_mar else None,
         "vae": jax.eval_shape(functools.partial(vae.init, config.vae), key) if with_vae else None,
     }
     return template, {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(template)}
@@ -322,7 +332,9 @@ def _template(config: MARConfig, with_vae: bool) -> tuple[PyTree, dict[str, jax.
 def _check_leaves(leaves: Mapping[str, Leaf], config: MARConfig) -> PyTree:
     """Compares names, shapes and dtypes with what `config` calls for, which is returned."""
     with_vae = config.vae is not None and any(name.startswith("vae/") for name in leaves)
-    template, expected = _template(config, with_vae)
+    # Leaves of an autoencoder only are an autoencoder alone.
+    with_mar = not with_vae or any(name.startswith("mar/") for name in leaves)
+    template, expected = _template(config, with_mar, with_vae)
     problems = [f"{name} is missing" for name in expected if name not in leaves]
     problems += [f"{name} is not part of the model" for name in leaves if name not in expected]
     for name in (name for name in expected if name in leaves):
@@ -357,8 +369,3 @@ def _leaves(arrays: Mapping[str, np.ndarray]) -> dict[str, Leaf]:
 
 def _digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
-
-
-def _digest_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

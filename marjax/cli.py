@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from marjax import checkpoint, cli_eval, cli_inpaint, cli_sample, cli_train, mar
+from marjax import checkpoint, cli_convert, cli_eval, cli_inpaint, cli_sample, cli_train, mar
 from marjax.cli_options import Parser, add_weights, dashed, locate_model
 from marjax.compilation import use_persistent_cache
 from marjax.config import PRESETS, MARConfig
@@ -32,6 +32,7 @@ EPILOG = """examples:
   marjax sample --per-class 8 --out grid.png
   marjax train --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64
   marjax eval --data fashion-mnist/ --model runs/mine
+  marjax convert checkpoint-last.pth mar_base --vae kl16.ckpt
   marjax info
 
 Options may be spelled with hyphens or underscores. Compiled programs are kept in $MARJAX_CACHE_DIR (default:
@@ -90,7 +91,7 @@ def _parser() -> Parser:
     parser = Parser(prog="marjax", description="Masked autoregressive image generation (MAR) in JAX.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"marjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (cli_sample, cli_inpaint, cli_train, cli_eval):
+    for module in (cli_sample, cli_inpaint, cli_train, cli_eval, cli_convert):
         module.add_command(commands)
     info = commands.add_parser(
         "info", help="describe a model, or list what there is", description="Describe a model and verify its checksums."
@@ -126,7 +127,8 @@ def _list_models() -> None:
 def _describe_model(source: str) -> None:
     header = checkpoint.describe(source)
     kernels = sorted({leaf.dtype for name, leaf in header.leaves.items() if name.endswith("/kernel")})
-    print(f"{source}: {_size(header.config)}")
+    alone = not any(name.startswith("mar/") for name in header.leaves)
+    print(f"{source}: {'an autoencoder alone' if alone else _size(header.config)}")
     print(f"parameters: {_count(header):,} (matrices in {', '.join(kernels)})")
     print(f"written by: marjax {header.marjax_version}")
     for title, values in (("config", dataclasses.asdict(header.config)), ("provenance", header.provenance)):

@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -211,7 +211,7 @@ class _EnoughError(Exception):
     """Ends a trial of writing."""
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises what `files.atomic_write` would raise, and leaves no trace."""
-    with contextlib.suppress(_EnoughError), atomic_write(path):
+def check_writable(path: str | os.PathLike[str], writer: Callable = atomic_write) -> None:
+    """Raises what `files.atomic_write`, or another such context manager, would raise, and leaves no trace."""
+    with contextlib.suppress(_EnoughError), writer(path):
         raise _EnoughError

@@ -13,6 +13,7 @@ autoencoder in `marjax/convert_vae.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 
 from marjax import mar
 from marjax.config import MARConfig
-from marjax.types import MARParams, PyTree
+from marjax.types import DTYPES, MARParams, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +112,22 @@ def mar_source(path: str, shape: tuple[int, ...]) -> Source:
     return Source(keys, transform, stacked=True)
 
 
-def from_state_dict(state: Mapping[str, np.ndarray], config: MARConfig) -> MARParams:
+def from_state_dict(state: Mapping[str, np.ndarray], config: MARConfig, dtype: str = "float32") -> MARParams:
     """Builds parameters from a reference MAR state dict.
 
     Args:
         state: torch key -> array (float32, float16 or bfloat16).
         config: the configuration the weights belong to.
+        dtype: of the kernels, "float32" or "bfloat16"; every other leaf is float32.
 
     Returns:
-        Parameters in float32, `vae` None.
+        Parameters, `vae` None.
 
     Raises:
         ValueError: if a key is unused, a leaf unfilled, or a shape wrong; all of them in one message.
     """
-    template = jax.eval_shape(lambda key: mar.init(config, key), jax.random.key(0))
-    return MARParams(mar=fill(template, state, mar_source), vae=None, config=config)
+    tree = fill(mar_template(config), state, mar_source, dtype)
+    return MARParams(mar=jax.tree.map(jnp.asarray, tree), vae=None, config=config)
 
 
 def to_state_dict(params: MARParams) -> dict[str, np.ndarray]:
@@ -133,30 +135,51 @@ def to_state_dict(params: MARParams) -> dict[str, np.ndarray]:
     return spread(params.mar, mar_source)
 
 
-def fill(template: PyTree, state: Mapping[str, np.ndarray], table: Table) -> PyTree:
-    """A tree like `template`, in float32, with the values of a state dict.
+@functools.lru_cache(maxsize=16)
+def mar_template(config: MARConfig) -> PyTree:
+    """The `mar` tree of a configuration, with `jax.ShapeDtypeStruct` for leaves."""
+    return jax.eval_shape(lambda key: mar.init(config, key), jax.random.key(0))
+
+
+def misfits(template: PyTree, shapes: Mapping[str, tuple[int, ...]], table: Table) -> list[str]:
+    """What keeps a state dict from filling a tree: a clause for each missing key, unused key and wrong shape.
 
     Args:
         template: tree of arrays or `jax.ShapeDtypeStruct`.
-        state: torch key -> array.
+        shapes: torch key -> shape of its tensor.
         table: the source of each leaf.
+    """
+    expected = torch_shapes(template, table)
+    problems = [f"missing key {key}" for key in expected if key not in shapes]
+    problems += [f"unused key {key}" for key in sorted(set(shapes) - set(expected))]
+    for key in (key for key in expected if key in shapes):
+        if shapes[key] != expected[key]:
+            problems.append(f"key {key} has shape {shapes[key]}, expected {expected[key]}")
+    return problems
+
+
+def fill(template: PyTree, state: Mapping[str, np.ndarray], table: Table, dtype: str = "float32") -> PyTree:
+    """A tree of numpy arrays like `template`, with the values of a state dict, of which it reads one tensor at a time.
+
+    Args:
+        template: tree of arrays or `jax.ShapeDtypeStruct`.
+        state: torch key -> array, or anything with a shape that `np.asarray` reads.
+        table: the source of each leaf.
+        dtype: of leaves named `kernel`, "float32" or "bfloat16"; every other leaf is float32.
 
     Raises:
         ValueError: if a key is unused, a leaf unfilled, or a shape wrong; all of them in one message.
     """
-    expected = torch_shapes(template, table)
-    problems = [f"missing key {key}" for key in expected if key not in state]
-    problems += [f"unused key {key}" for key in sorted(set(state) - set(expected))]
-    for key in (key for key in expected if key in state):
-        if np.shape(state[key]) != expected[key]:
-            problems.append(f"key {key} has shape {np.shape(state[key])}, expected {expected[key]}")
-    if problems:
+    if problems := misfits(template, {key: np.shape(tensor) for key, tensor in state.items()}, table):
         raise ValueError(f"The state dict does not fit this configuration: {'; '.join(problems)}.")
 
-    def filled(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        source = table(_name(path), leaf.shape)
-        layers = [source.transform.from_torch(np.asarray(state[key])) for key in source.keys]
-        return jnp.asarray(np.stack(layers) if source.stacked else layers[0], jnp.float32)
+    def filled(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = _name(path)
+        source = table(name, leaf.shape)
+        array = np.empty(leaf.shape, DTYPES[dtype] if name.endswith("/kernel") else np.float32)
+        for layer, key in zip(array if source.stacked else array[None], source.keys, strict=True):
+            layer[...] = source.transform.from_torch(np.asarray(state[key]))
+        return array
 
     return jax.tree_util.tree_map_with_path(filled, template)
 
@@ -165,18 +188,18 @@ def spread(tree: PyTree, table: Table) -> dict[str, np.ndarray]:
     """Inverts `fill`: torch key -> float32 array."""
     arrays = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)
     # Copies: a view of an array's buffer would be read-only, which torch.from_numpy warns about.
-    return {key: np.array(tensor, order="C") for key, tensor in _tensors(arrays, table)}
+    return {key: np.array(tensor, order="C") for key, tensor in tensors(arrays, table)}
 
 
 def torch_shapes(tree: PyTree, table: Table) -> dict[str, tuple[int, ...]]:
     """Torch key -> shape of its tensor; `tree` holds arrays or `jax.ShapeDtypeStruct`."""
     # A broadcast scalar has a shape without taking memory.
     arrays = jax.tree.map(lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), tree)
-    return {key: tensor.shape for key, tensor in _tensors(arrays, table)}
+    return {key: tensor.shape for key, tensor in tensors(arrays, table)}
 
 
-def _tensors(tree: PyTree, table: Table) -> Iterator[tuple[str, np.ndarray]]:
-    """Torch key and tensor, for a tree of numpy arrays."""
+def tensors(tree: PyTree, table: Table) -> Iterator[tuple[str, np.ndarray]]:
+    """Torch key and tensor, a view, for a tree of numpy arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         source = table(_name(path), leaf.shape)
         for key, layer in zip(source.keys, leaf if source.stacked else leaf[None], strict=True):

@@ -6,10 +6,12 @@ layout, from torch's [out, in, height, width] to [height, width, in, out].
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
@@ -37,26 +39,39 @@ def vae_source(path: str, shape: tuple[int, ...]) -> Source:
     return Source((f"{module.replace('/', '.')}.{name}",), transform)
 
 
-def from_state_dict(state: Mapping[str, np.ndarray], config: VAEConfig) -> PyTree:
+def refuse_latent_diffusion(keys: Iterable[str]) -> None:
+    """Refuses the keys of an autoencoder of latent-diffusion.
+
+    Raises:
+        ValueError: if they are; the message gives the reason.
+    """
+    if foreign := next((key for key in keys if _LATENT_DIFFUSION.match(key)), None):
+        raise ValueError(
+            f"The state dict has {foreign}, so it is an autoencoder of latent-diffusion. MAR's was trained anew and "
+            "its latents have other statistics; use the kl16.ckpt that belongs to the MAR weights."
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def vae_template(config: VAEConfig) -> PyTree:
+    """The `vae` tree of a configuration, with `jax.ShapeDtypeStruct` for leaves."""
+    return jax.eval_shape(lambda key: vae.init(config, key), jax.random.key(0))
+
+
+def from_state_dict(state: Mapping[str, np.ndarray], config: VAEConfig, dtype: str = "float32") -> PyTree:
     """Builds the `vae` tree from the state dict of a reference autoencoder.
 
     Args:
         state: torch key -> array (float32, float16 or bfloat16).
         config: the configuration the weights belong to.
-
-    Returns:
-        Parameters in float32.
+        dtype: of the kernels, "float32" or "bfloat16"; every other leaf is float32.
 
     Raises:
         ValueError: if it is an autoencoder of latent-diffusion; or if a key is unused, a leaf unfilled, or a shape
             wrong, all of them in one message.
     """
-    if foreign := next((key for key in state if _LATENT_DIFFUSION.match(key)), None):
-        raise ValueError(
-            f"The state dict has {foreign}, so it is an autoencoder of latent-diffusion. MAR's was trained anew and "
-            "its latents have other statistics; use the kl16.ckpt that belongs to the MAR weights."
-        )
-    return fill(_template(config), state, vae_source)
+    refuse_latent_diffusion(state)
+    return jax.tree.map(jnp.asarray, fill(vae_template(config), state, vae_source, dtype))
 
 
 def to_state_dict(params: PyTree, config: VAEConfig) -> dict[str, np.ndarray]:
@@ -69,7 +84,7 @@ def to_state_dict(params: PyTree, config: VAEConfig) -> dict[str, np.ndarray]:
     Raises:
         ValueError: if the tree is not the one `config` calls for.
     """
-    got, expected = _shapes(params), _shapes(_template(config))
+    got, expected = _shapes(params), _shapes(vae_template(config))
     if wrong := sorted({name for name, _ in got.items() ^ expected.items()}):
         raise ValueError(f"The parameters do not fit this configuration; they differ in {', '.join(wrong)}.")
     return spread(params, vae_source)
@@ -77,7 +92,3 @@ def to_state_dict(params: PyTree, config: VAEConfig) -> dict[str, np.ndarray]:
 
 def _shapes(params: PyTree) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in traverse_util.flatten_dict(params, sep="/").items()}
-
-
-def _template(config: VAEConfig) -> PyTree:
-    return jax.eval_shape(lambda key: vae.init(config, key), jax.random.key(0))

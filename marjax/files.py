@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -96,6 +97,12 @@ def atomic_dir(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
             _flush(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:

@@ -37,6 +37,7 @@ class MARParams:
 
     Attributes:
         mar: parameters of encoder, decoder and diffusion head; depth-stacked (each block leaf has a leading L axis).
+            None for an autoencoder alone, of whose configuration only `vae` and what follows from it mean anything.
         vae: parameters of the autoencoder; None for pixel-space models and for latent models without their VAE.
         config: the model's configuration.
     """

@@ -309,7 +309,7 @@ def test_edited_header(directory, tmp_path):
 def test_foreign_safetensors(tmp_path):
     path = tmp_path / "vit.safetensors"
     safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, path)
-    assert "it was not written by marjax; convert PyTorch weights with marjax.convert.from_state_dict" in refused(path)
+    assert "it was not written by marjax; convert PyTorch weights with `marjax convert`" in refused(path)
     safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, path, {"marjax": "{}"})
     assert "its header was not written by marjax" in refused(path)
 
