@@ -41,6 +41,11 @@ class VAEConfig:
         if not (_is_finite(self.scale) and self.scale > 0):
             raise ValueError(f"scale={self.scale!r} must be a positive finite number.")
 
+    @property
+    def stride(self) -> int:
+        """Pixels per latent position."""
+        return 2 ** (len(self.ch_mult) - 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MARConfig:

@@ -20,11 +20,12 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 # A module may import those to its left; those in a subpackage count as the subpackage.
 ORDER = (
-    *("version", "files", "noise_schedule", "config", "types", "header"),
+    *("version", "files", "noise_schedule", "config", "types", "header", "latents"),
     *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
     *("schedule", "kernels", "accel", "decode", "arguments", "sample"),
-    *("checkpoint", "convert", "convert_vae", "data", "images", "objective", "optimizer", "metrics", "train"),
-    *("compilation", "cli_options", "cli_sample", "cli_eval", "cli_train", "cli", "__init__", "__main__"),
+    *("checkpoint", "convert", "convert_vae", "idx", "data", "encode", "images", "objective", "optimizer", "metrics"),
+    *("train_step", "train"),
+    *("compilation", "cli_options", "cli_sample", "cli_eval", "cli_encode", "cli_train", "cli", "__init__", "__main__"),
 )
 MAX_LINES = 400
 
