@@ -1,4 +1,8 @@
 """The training step: its constants, its state, and one jitted program.
+
+    1. everything random in step k follows from (seed, k), drawn for the whole batch
+    2. tokens: of the images themselves, or of latents drawn from their cached distribution
+    3. loss and gradients of each device's share of the batch, in `accum_iter` parts one after the other
     4. their mean over parts and devices; optimizer; EMA
 
 A batch is images of a pixel-space model, or moments of a latent one (see `marjax/latents.py`).
