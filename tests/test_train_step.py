@@ -24,7 +24,14 @@ PIXELS = MARConfig(
     **{"decoder_embed_dim": 32, "decoder_depth": 1, "decoder_num_heads": 2},
 )
 LATENTS = dataclasses.replace(PIXELS, vae_stride=2, vae_embed_dim=4, vae=TINY_VAE)
-STILL = Objective(attn_dropout=0.0, proj_dropout=0.0, diffusion_batch_mul=2, label_drop_prob=0.5)
+STILL = Objective(
+    attn_dropout=0.0,
+    proj_dropout=0.0,
+    diffusion_batch_mul=2,
+    label_drop_prob=0.5,
+    mask_ratio_min=0.3,
+    mask_ratio_std=9.0,
+)
 RECIPE = TrainConfig(batch_size=8, seed=3, ema_rate=0.5, dtype="float32", objective=STILL)
 
 
