@@ -54,7 +54,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     base.add_argument("--preset", help=f"model to start from: {', '.join(PRESETS)} (default: {DEFAULT_PRESET})")
     base.add_argument("--init-from", metavar="MODEL", help="model whose configuration and weights to start from")
     parser.add_argument(
-        "--vae",
+        "--vae-path",
         metavar="MODEL",
         help="checkpoint whose autoencoder the latents come from: it is stored with the models, which then give images",
     )
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         if Path(args.save_file).suffix != checkpoint.SUFFIX:
             raise ValueError(f"--save-file {args.save_file}: the name must end in {checkpoint.SUFFIX}.")
         check_writable(args.save_file)
-    options = {} if args.vae is None else {"vae": load_vae(args.vae)[1]}
+    options = {} if args.vae_path is None else {"vae": load_vae(args.vae_path)[1]}
 
     provenance = {"command": shlex.join(["marjax", *args.argv])}
     total = recipe.steps(recipe.epochs, len(source))
