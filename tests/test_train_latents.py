@@ -6,6 +6,8 @@ The loss is a cheap stand-in (`tests/test_train_step.py` has the real one), so t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import json
 
 import jax
@@ -23,7 +25,9 @@ from marjax.latents import LatentSource
 from marjax.objective import Objective
 from marjax.optimizer import OptimizerConfig
 from marjax.train import train
-from marjax.train_step import TrainConfig
+from marjax.train_step import TrainConfig, init_state, make_step
+
+training = importlib.import_module("marjax.train")  # the package's attribute of that name is the function
 
 CONFIG = MARConfig(
     **{"img_size": 8, "vae_stride": 2, "patch_size": 2, "vae_embed_dim": 4, "class_num": 2, "buffer_size": 2},
@@ -59,16 +63,30 @@ def source(cache):
     return LatentSource(cache)
 
 
-@pytest.fixture
-def cheap(monkeypatch):
-    """A loss that depends on tokens, labels and draws, with a gradient in one leaf."""
+@pytest.fixture(scope="module", autouse=True)
+def cheap():
+    """A loss that depends on tokens, labels and draws, with a gradient in one leaf; one step for all equal recipes."""
 
     def loss(params, config, target, tokens, labels, draws, *, key):
         wanted = jnp.mean(tokens * (1 + labels[:, None, None]) + draws.noise[0], axis=(0, 1))
         value = jnp.mean((params["z_proj"]["bias"][:16] - wanted) ** 2)
         return value, {"mse": value, "vb": jnp.float32(0)}
 
-    monkeypatch.setattr(objective, "loss", loss)
+    steps = {}
+
+    def make_once(config, recipe, *rest):
+        key = config, dataclasses.replace(recipe, epochs=1, save_every=1)
+        return steps.setdefault(key, make_step(config, recipe, *rest))
+
+    def zeros(config, recipe, tx):
+        shapes = jax.eval_shape(functools.partial(init_state, config, recipe, tx))
+        return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), shapes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objective, "loss", loss)
+        patch.setattr(training, "make_step", make_once)
+        patch.setattr(training, "init_state", zeros)
+        yield
 
 
 def lines(out):
@@ -81,7 +99,7 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(leaf, other, strict=True)
 
 
-def test_resumption_is_exact(source, cheap, tmp_path):
+def test_resumption_is_exact(source, tmp_path):
     expected = train(CONFIG, RECIPE, source, tmp_path / "unbroken")
     assert len(lines(tmp_path / "unbroken")) == 6 and expected.vae is None and expected.config == CONFIG
 
@@ -113,13 +131,13 @@ def test_the_stream_picks_mirrored_moments(source, cache):
     assert 10 < sum(sides) < 30
 
 
-def test_models_with_their_autoencoder(source, cheap, tmp_path):
+def test_models_with_their_autoencoder(source, tmp_path):
     model = train(CONFIG, RECIPE, source, tmp_path / "run", vae=random_vae())
     for got in (model, load(tmp_path / "run" / "ema"), load(tmp_path / "run" / "raw")):
         assert_same(got.vae, random_vae())
 
 
-def test_other_latents_are_refused(source, images, cheap, tmp_path, monkeypatch):
+def test_other_latents_are_refused(source, images, tmp_path, monkeypatch):
     train(CONFIG, RECIPE, source, tmp_path / "run")
     monkeypatch.setattr(encode, "_make_encoder", fake_encoder)
     encode_folder(images, TINY_VAE, random_vae(), tmp_path / "half", scale=TINY_VAE.scale, dtype="float16")
@@ -162,7 +180,7 @@ def test_a_batch_must_divide_over_devices_and_parts(source, tmp_path, monkeypatc
         train(CONFIG, recipe, source, tmp_path / "run")
 
 
-def test_a_run_from_before_accumulation_is_resumed(source, cheap, tmp_path):
+def test_a_run_from_before_accumulation_is_resumed(source, tmp_path):
     train(CONFIG, dataclasses.replace(RECIPE, epochs=1.2), source, tmp_path / "run")
     file = tmp_path / "run" / "config.json"
     document = json.loads(file.read_text())
