@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     config = with_options(base, args)
     size, _, channels = image_shape(config)
     source = open_source(args.data, split="train", img_size=size, channels=channels)
-    if isinstance(source, LatentSource):
+    if isinstance(source, LatentSource) and (initial is None or config.vae is None):
         config = dataclasses.replace(config, vae=source.vae)
     if args.class_names is None:
         config = _named_classes(config, source)

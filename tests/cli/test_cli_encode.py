@@ -96,6 +96,14 @@ def test_training_takes_autoencoder_and_names_from_the_latents(marjax, latents, 
     np.testing.assert_array_equal(call["vae"]["quant_conv"]["bias"], random_vae()["quant_conv"]["bias"])
 
 
+def test_training_goes_on_with_the_scale_of_a_model(marjax, latents, trained):
+    """Which `train` refuses, if the latents have another."""
+    other = dataclasses.replace(LATENT, vae=dataclasses.replace(TINY_VAE, scale=2.0))
+    save(random_model(other), "other")
+    assert marjax("train", "--data", latents, "--out", "run", "--init-from", "other")[0] == 0
+    assert trained[0]["config"].vae == other.vae
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
