@@ -171,8 +171,12 @@ def describe(source: str | os.PathLike[str]) -> Header:
 
 def fingerprint(params: MARParams) -> str:
     """SHA-256 of a model's arrays: their names, shapes, dtypes and contents."""
-    leaves = jax.tree_util.tree_leaves_with_path({"mar": params.mar, "vae": params.vae})
-    arrays = {_name(path): np.asarray(leaf) for path, leaf in leaves}
+    return tree_fingerprint({"mar": params.mar, "vae": params.vae})
+
+
+def tree_fingerprint(tree: PyTree) -> str:
+    """SHA-256 of the arrays of a tree: their names, shapes, dtypes and contents."""
+    arrays = {_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     facts = [f"{name} {array.dtype.name} {array.shape} {_digest(array)}" for name, array in sorted(arrays.items())]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from marjax import checkpoint, cli_convert, cli_eval, cli_inpaint, cli_sample, cli_train, mar
+from marjax import checkpoint, cli_convert, cli_encode, cli_eval, cli_inpaint, cli_sample, cli_train, mar
 from marjax.cli_options import Parser, add_weights, dashed, locate_model
 from marjax.compilation import use_persistent_cache
 from marjax.config import PRESETS, MARConfig
@@ -91,7 +91,7 @@ def _parser() -> Parser:
     parser = Parser(prog="marjax", description="Masked autoregressive image generation (MAR) in JAX.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"marjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (cli_sample, cli_inpaint, cli_train, cli_eval, cli_convert):
+    for module in (cli_sample, cli_inpaint, cli_encode, cli_train, cli_eval, cli_convert):
         module.add_command(commands)
     info = commands.add_parser(
         "info", help="describe a model, or list what there is", description="Describe a model and verify its checksums."

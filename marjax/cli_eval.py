@@ -14,6 +14,7 @@ from marjax.cli_sample import Request, speed
 from marjax.compilation import Stopwatch
 from marjax.config import MARConfig
 from marjax.data import open_source
+from marjax.latents import LatentSource
 from marjax.version import __version__
 
 NEIGHBOURS = 3  # of precision and recall
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> None:
     _check_model(config)
     size, _, channels = metrics.IMAGE_SHAPE
     real = open_source(args.data, split="test", img_size=size, channels=channels)
+    if isinstance(real, LatentSource):
+        raise ValueError(f"{args.data} holds cached latents; give the images that they were made of.")
     if min(args.num_images, len(real)) <= NEIGHBOURS:
         raise ValueError(
             f"--num-images {args.num_images} and {len(real)} test images: the metrics need at least "

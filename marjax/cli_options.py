@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from marjax import accel, checkpoint
 from marjax.arguments import DEFAULT_NUM_ITER, default_dtype, default_num_iter
-from marjax.config import CFG_SCHEDULES, MARConfig
+from marjax.config import CFG_SCHEDULES, MARConfig, VAEConfig
 from marjax.files import atomic_write
-from marjax.types import DTYPES
+from marjax.types import DTYPES, PyTree
 
 
 class Parser(argparse.ArgumentParser):
@@ -159,6 +159,19 @@ def locate_model(model: str, weights: str | None) -> str:
             f"--weights {weights} is for a training run's directory, which '{model}' is not; leave it out."
         )
     return model
+
+
+def load_vae(model: str) -> tuple[VAEConfig, PyTree]:
+    """Configuration and weights of the autoencoder of a checkpoint.
+
+    Raises:
+        ValueError: if it carries none.
+        CheckpointError: as `checkpoint.load`.
+    """
+    params = checkpoint.load(locate_model(model, None))
+    if params.vae is None:
+        raise ValueError(f"{model} carries no autoencoder; give a checkpoint that does.")
+    return params.config.vae, params.vae
 
 
 def image_shape(config: MARConfig) -> tuple[int, int, int]:

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from marjax import checkpoint, mar
-from marjax.cli_options import add_fields, check_writable, image_shape, locate_model, with_options
+from marjax.cli_options import add_fields, check_writable, image_shape, load_vae, locate_model, with_options
 from marjax.compilation import Stopwatch
 from marjax.config import PRESETS, MARConfig, get_preset
-from marjax.data import ImageFolder, ImageSource, open_source
+from marjax.data import ImageFolder, Source, open_source
+from marjax.latents import LatentSource
 from marjax.train import TrainConfig, train
 from marjax.types import MARParams, PyTree, cast_matrices
 
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   marjax train --preset fashion_mnist --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --no-flip
   marjax train --data photos/ --out runs/photos --img-size 32 --vae-embed-dim 3 --class-num 5
   marjax train --data fashion-mnist/ --out runs/more --init-from fashion_mnist --lr 1e-4 --save-file more.safetensors
+  marjax train --data latents/ --out runs/mar --preset mar_large --diffloss-d 3 --diffloss-w 1024 --remat
 
 The same command resumes a run that was interrupted; with more --epochs it prolongs one.
 """
@@ -39,16 +41,23 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model, or resume",
-        description="Train a pixel-space model. The run's directory holds its state, metrics.jsonl, and the models "
-        "ema/ and raw/.",
+        description="Train a model: of pixels on images, of latents on what `marjax encode` wrote. The run's directory "
+        "holds its state, metrics.jsonl, and the models ema/ and raw/.",
         epilog=EXAMPLES,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--data", required=True, help="directory of IDX files, or of one directory of images per class")
+    parser.add_argument(
+        "--data", required=True, help="directory of IDX files, of one directory of images per class, or of latents"
+    )
     parser.add_argument("--out", required=True, help="directory of the run; made if missing, resumed if it has a run")
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--preset", help=f"model to start from: {', '.join(PRESETS)} (default: {DEFAULT_PRESET})")
     base.add_argument("--init-from", metavar="MODEL", help="model whose configuration and weights to start from")
+    parser.add_argument(
+        "--vae-path",
+        metavar="MODEL",
+        help="checkpoint whose autoencoder the latents come from: it is stored with the models, which then give images",
+    )
     parser.add_argument("--save-file", metavar="FILE", help="also write the EMA model as one .safetensors file")
     parser.add_argument(
         "--save-dtype",
@@ -75,6 +84,8 @@ def run(args: argparse.Namespace) -> None:
     config = with_options(base, args)
     size, _, channels = image_shape(config)
     source = open_source(args.data, split="train", img_size=size, channels=channels)
+    if isinstance(source, LatentSource) and (initial is None or config.vae is None):
+        config = dataclasses.replace(config, vae=source.vae)
     if args.class_names is None:
         config = _named_classes(config, source, args)
     if initial is not None:
@@ -83,11 +94,13 @@ def run(args: argparse.Namespace) -> None:
         if Path(args.save_file).suffix != checkpoint.SUFFIX:
             raise ValueError(f"--save-file {args.save_file}: the name must end in {checkpoint.SUFFIX}.")
         check_writable(args.save_file)
+    options = {} if args.vae_path is None else {"vae": load_vae(args.vae_path)[1]}
 
     provenance = {"command": shlex.join(["marjax", *args.argv])}
     total = recipe.steps(recipe.epochs, len(source))
     with Stopwatch() as watch, _progress(total) as progress:
-        model = train(config, recipe, source, args.out, init_from=initial, provenance=provenance, progress=progress)
+        options |= {"init_from": initial, "provenance": provenance, "progress": progress}
+        model = train(config, recipe, source, args.out, **options)
     facts = checkpoint.describe(Path(args.out, "ema")).provenance
     spent = datetime.timedelta(seconds=round(watch.seconds))
     print(f"{args.out}: at step {facts['step']} after {spent}, of which compilation {watch.compile_seconds:.1f} s")
@@ -96,9 +109,9 @@ def run(args: argparse.Namespace) -> None:
         print(f"{args.save_file}: the EMA model, matrices in {args.save_dtype}")
 
 
-def _named_classes(config: MARConfig, source: ImageSource, args: argparse.Namespace) -> MARConfig:
-    """Class directories name the classes; IDX files only number them, so names are those of a model that is named."""
-    if not isinstance(source, ImageFolder):
+def _named_classes(config: MARConfig, source: Source, args: argparse.Namespace) -> MARConfig:
+    """Class directories name the classes, also those of latents; IDX files number them, so a named model names them."""
+    if not isinstance(source, ImageFolder | LatentSource):
         return config if args.preset or args.init_from else dataclasses.replace(config, class_names=())
     names = source.class_names if source.num_classes == config.class_num else ()
     return dataclasses.replace(config, class_names=names)

@@ -88,3 +88,18 @@ def images_to_latents(config: MARConfig, vae_params: PyTree, images: Array) -> A
 def images_to_tokens(config: MARConfig, images: Array) -> Array:
     """Images of a pixel-space model -> [B, S, D] tokens in image order."""
     return patchify(encode_pixels(images), config.patch_size)
+
+
+def moments_to_tokens(config: MARConfig, moments: Array, noise: Array) -> Array:
+    """Latents drawn from their distribution -> tokens.
+
+    Args:
+        config: the configuration of a latent model.
+        moments: [B, h, w, 2c] mean and log variance from `vae.encode`, in the halves of the last axis.
+        noise: [B, h, w, c] standard normal.
+
+    Returns:
+        [B, S, D] float32 tokens in image order, in the model's scale.
+    """
+    mean, logvar = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
+    return patchify(vae.sample_posterior(mean, logvar, noise) * config.vae.scale, config.patch_size)

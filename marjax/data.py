@@ -1,15 +1,13 @@
-"""Image sources for training and evaluation, and the one deterministic stream of batches drawn from them.
+"""Sources for training and evaluation, and the one deterministic stream of batches drawn from them.
 
-A source holds uint8 images and int32 labels; `open_source` decides by looking whether a path holds MNIST-family IDX
-files or one directory of images per class. Images stay uint8 here: the mapping to [-1, 1] belongs to the model's codec.
+A source holds uint8 images, or the moments of cached latents, and int32 labels; `open_source` decides by looking
+whether a path holds latents (`marjax/latents.py`), MNIST-family IDX files or one directory of images per class. Images
+stay uint8 here: the mapping to [-1, 1] belongs to the model's codec.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import math
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,17 +15,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from marjax import latents
+from marjax.idx import load_idx
+from marjax.latents import LatentSource
+
 if TYPE_CHECKING:
     from PIL import Image
 
-IDX_SPLITS = {"train": "train", "test": "t10k"}  # split -> first part of the standard file names
-IDX_UINT8 = 0x08  # type code of unsigned bytes, the only one MNIST-family files use
 IMAGE_EXTENSIONS = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".webp"))
 IMAGE_MODES = {1: "L", 3: "RGB"}  # channels -> Pillow's name for 8-bit pixels
 
 
-class ImageSource(Protocol):
-    """What training and evaluation ask of a data set."""
+class Source(Protocol):
+    """What training asks of a data set."""
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -40,8 +40,11 @@ class ImageSource(Protocol):
     def __len__(self) -> int:
         """Number of images."""
 
-    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads images [B, H, W, C] uint8 and labels [B] int32 at int `indices` [B]."""
+    def get(self, indices: np.ndarray, mirrored: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Reads images [B, H, W, C] uint8 (or moments of latents) and labels [B] int32 at int `indices` [B].
+
+        Images are mirrored left to right where bool `mirrored` [B] is True, nowhere if it is None.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,9 +84,9 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.images)
 
-    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads images [B, H, W, C] uint8 and labels [B] int32 at int `indices` [B]."""
-        return self.images[indices], self.labels[indices]
+    def get(self, indices: np.ndarray, mirrored: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Reads images [B, H, W, C] uint8 and labels [B] int32; arguments as for `Source`."""
+        return _mirror(self.images[indices], mirrored), self.labels[indices]
 
 
 class ImageFolder:
@@ -125,9 +128,9 @@ class ImageFolder:
                 f"expected files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}. Add images or remove the directories."
             )
         self.class_names = tuple(directory.name for directory in directories)
-        self._img_size, self._mode = img_size, IMAGE_MODES[channels]
+        self.img_size, self._mode = img_size, IMAGE_MODES[channels]
         self._files = [file for found in files for file in found]
-        self._labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(found) for found in files])
+        self.labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(found) for found in files])
 
     @property
     def num_classes(self) -> int:
@@ -137,15 +140,20 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self._files)
 
-    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes images [B, img_size, img_size, C] uint8 and reads labels [B] int32 at int `indices` [B].
+    @property
+    def files(self) -> list[str]:
+        """Path of each image below the directory, `class/name.png`."""
+        return [f"{file.parent.name}/{file.name}" for file in self._files]
+
+    def get(self, indices: np.ndarray, mirrored: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Decodes images [B, img_size, img_size, C] uint8, with labels [B] int32; arguments as for `Source`.
 
         Raises:
             ValueError: if a file cannot be decoded; the message names it.
         """
         with ThreadPoolExecutor() as pool:  # Pillow decodes and resizes outside the interpreter lock
             images = list(pool.map(self._decode, [self._files[index] for index in indices]))
-        return np.stack(images), self._labels[indices]
+        return _mirror(np.stack(images), mirrored), self.labels[indices]
 
     def _decode(self, file: Path) -> np.ndarray:
         from PIL import Image
@@ -154,7 +162,7 @@ class ImageFolder:
             with Image.open(file) as image:
                 if image.mode[0] in "IF":
                     raise OSError(f"mode {image.mode}: more than 8 bits per channel, which conversion would cut off")
-                pixels = center_crop(image.convert(self._mode), self._img_size)
+                pixels = center_crop(image.convert(self._mode), self.img_size)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{file} cannot be decoded as an image ({error}); replace it, or remove it before a run begins."
@@ -187,44 +195,12 @@ def center_crop(image: Image.Image, size: int) -> np.ndarray:
     return pixels[top : top + size, left : left + size]
 
 
-def load_idx(path_or_dir: str | Path, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
-    """Reads images and labels from MNIST-family IDX files, gzipped or not.
+def open_source(path: str | Path, *, split: str, img_size: int, channels: int) -> Source:
+    """Opens a directory of cached latents, of IDX files or of class directories, and checks that it suits the model.
 
-    Args:
-        path_or_dir: a directory with the standard names (`train-images-idx3-ubyte`, `t10k-labels-idx1-ubyte.gz`, ...),
-            or one images file, whose labels file lies beside it (and then `split` is not used).
-        split: "train" or "test".
-
-    Returns:
-        Images uint8 [N, H, W, C] and labels int32 [N].
-
-    Raises:
-        FileNotFoundError: if a file is missing; the message lists the names looked for.
-        ValueError: on an unknown split, or a damaged or foreign file; the message names path, expected and got.
-    """
-    path = Path(path_or_dir)
-    if path.is_dir():
-        if split not in IDX_SPLITS:
-            raise ValueError(f"split={split!r} must be one of {', '.join(IDX_SPLITS)} for IDX files.")
-        images_path = _existing(path / f"{IDX_SPLITS[split]}-images-idx3-ubyte")
-    else:
-        images_path = _existing(path)
-    plain_name = images_path.name.removesuffix(".gz")
-    if "images-idx3" not in plain_name:
-        raise ValueError(f"{images_path}: expected an images file named like train-images-idx3-ubyte[.gz].")
-    labels_path = _existing(images_path.with_name(plain_name.replace("images-idx3", "labels-idx1")))
-    images, labels = _read_idx(images_path, ndims=(3, 4)), _read_idx(labels_path, ndims=(1,))
-    if len(images) != len(labels):
-        raise ValueError(f"{labels_path}: expected {len(images)} labels, as many as images, got {len(labels)}.")
-    return images.reshape(*images.shape[:3], -1), labels.astype(np.int32)
-
-
-def open_source(path: str | Path, *, split: str, img_size: int, channels: int) -> ImageSource:
-    """Opens a directory of IDX files or of class directories, and checks that it suits the model.
-
-    IDX files are used as they are, so their size must be the model's; images of a folder are cropped to it. Class
-    directories are looked for in `path/split` if that holds directories, else in `path` itself, which then is the
-    data of every split.
+    Latents and IDX files are used as they are, so their images must have the model's size; images of a folder are
+    cropped to it. Class directories are looked for in `path/split` if that holds directories, else in `path` itself,
+    which then is the data of every split. So are latents.
 
     Args:
         path: the directory.
@@ -233,15 +209,24 @@ def open_source(path: str | Path, *, split: str, img_size: int, channels: int) -
         channels: the model's image channels.
 
     Returns:
-        An `ArraySource` or an `ImageFolder`.
+        A `LatentSource`, an `ArraySource` or an `ImageFolder`.
 
     Raises:
-        FileNotFoundError: if `path` is missing or holds neither kind of data.
-        ValueError: if the images do not suit the model, or on the causes named at `load_idx` and `ImageFolder`.
+        FileNotFoundError: if `path` is missing or holds no kind of data.
+        ValueError: if the images do not suit the model, or on the causes named at `LatentSource`, `load_idx` and
+            `ImageFolder`.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a directory of IDX files or of class directories.")
+    if latents.is_cache(path):
+        source = LatentSource(path)
+        if source.img_size != img_size:
+            raise ValueError(
+                f"{path} holds latents of {source.img_size} x {source.img_size} images, the model expects "
+                f"{img_size} x {img_size}; give the model that size, or encode the images again."
+            )
+        return source
     if path.is_file() or any(path.glob("*-images-idx3-ubyte*")):
         images, labels = load_idx(path, split)
         if images.shape[1:] != (img_size, img_size, channels):
@@ -260,7 +245,7 @@ def open_source(path: str | Path, *, split: str, img_size: int, channels: int) -
 
 
 def batches(
-    source: ImageSource, batch_size: int, seed: int, start_step: int = 0, *, flip: bool = False
+    source: Source, batch_size: int, seed: int, start_step: int = 0, *, flip: bool = False
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Endless batches; batch `step` is a function of (seed, step) alone, so training resumes exactly.
 
@@ -268,14 +253,14 @@ def batches(
     [step * batch_size, (step + 1) * batch_size) of the epochs laid end to end, so a batch may straddle epochs.
 
     Args:
-        source: where images come from.
+        source: where images, or moments of latents, come from.
         batch_size: images per batch (B).
         seed: non-negative.
         start_step: the step of the first batch.
         flip: mirror each image left to right with probability 1/2.
 
     Returns:
-        An iterator over images uint8 [B, H, W, C] and labels int32 [B].
+        An iterator over images (as `source` reads them) [B, H, W, C] and labels int32 [B].
 
     Raises:
         ValueError: on an empty source or numbers out of range.
@@ -289,7 +274,7 @@ def batches(
 
 
 def _batches(
-    source: ImageSource, batch_size: int, seed: int, step: int, flip: bool
+    source: Source, batch_size: int, seed: int, step: int, flip: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     size, epoch, order = len(source), -1, np.empty(0, np.int64)
     while True:
@@ -301,45 +286,16 @@ def _batches(
             offset = position - epoch * size
             parts.append(order[offset : offset + end - position])
             position += len(parts[-1])
-        images, labels = source.get(np.concatenate(parts))
-        if flip:
-            # The third word sets this stream apart from the permutations (seeds are padded with zeros).
-            mirrored = np.random.default_rng([seed, step, 1]).random(batch_size) < 0.5
-            images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
-        yield images, labels
+        # The third word sets this stream apart from the permutations (seeds are padded with zeros).
+        mirrored = np.random.default_rng([seed, step, 1]).random(batch_size) < 0.5 if flip else None
+        yield source.get(np.concatenate(parts), mirrored)
         step += 1
 
 
-def _existing(path: Path) -> Path:
-    """`path`, or its gzipped or plain twin, whichever exists."""
-    twin = path.with_suffix("") if path.suffix == ".gz" else path.with_name(path.name + ".gz")
-    for candidate in (path, twin):
-        if candidate.is_file():
-            return candidate
-    raise FileNotFoundError(f"Neither {path} nor {twin.name} exists there.")
-
-
-def _read_idx(path: Path, ndims: tuple[int, ...]) -> np.ndarray:
-    """Reads one IDX file of unsigned bytes: two zero bytes, type, number of dimensions, big-endian sizes, data."""
-    data = path.read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path}: expected a whole gzip file, got a damaged one ({error}).") from error
-    magics = [bytes((0, 0, IDX_UINT8, ndim)) for ndim in ndims]
-    if data[:4] not in magics:
-        expected = " or ".join(magic.hex() for magic in magics)
-        raise ValueError(f"{path}: expected an IDX file starting with {expected}, got {data[:4].hex() or 'no data'}.")
-    header = 4 + 4 * data[3]
-    if len(data) < header:
-        raise ValueError(f"{path}: expected an IDX header of {header} bytes, got a file of {len(data)}.")
-    shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
-    if len(data) != header + math.prod(shape):
-        raise ValueError(f"{path}: expected {header + math.prod(shape)} bytes for shape {shape}, got {len(data)}.")
-    if not math.prod(shape):
-        raise ValueError(f"{path}: expected at least one image or label, got shape {shape}.")
-    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+def _mirror(images: np.ndarray, mirrored: np.ndarray | None) -> np.ndarray:
+    if mirrored is None:
+        return images
+    return np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
 
 
 def _class_directories(path: Path) -> list[Path]:

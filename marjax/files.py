@@ -105,6 +105,32 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def extend(path: str | os.PathLike[str], content: bytes, start: int) -> None:
+    """Makes `content` the end of a file, from byte `start` on, and flushes it to disk.
+
+    This is how a large file grows over many runs: the caller records `start` elsewhere, after the flush, and whatever
+    an interrupted writer left behind it is cut off.
+
+    Args:
+        path: the file; made if missing and `start` is 0.
+        content: what follows its first `start` bytes.
+        start: bytes to keep.
+
+    Raises:
+        ValueError: if the file has fewer than `start` bytes.
+        OSError: as for `atomic_write`.
+    """
+    target = Path(path)
+    if start and (size := target.stat().st_size if target.is_file() else 0) < start:
+        raise ValueError(f"{path} has {size} bytes where {start} were written, so it was damaged; start afresh.")
+    with _named_errors(path, target, target), target.open("r+b" if start else "wb") as file:
+        file.truncate(start)
+        file.seek(start)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The file that `path` means once links are followed, and a fresh name in the same folder."""
     target = Path(os.path.realpath(path))

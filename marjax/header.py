@@ -52,7 +52,7 @@ class Header:
     def to_json(self) -> str:
         """JSON text that carries a checksum of itself."""
         values = {"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-        return json.dumps({**values, "checksum": _checksum(values)}, indent=2, allow_nan=False)
+        return json.dumps({**values, "checksum": checksum(values)}, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:
@@ -71,8 +71,8 @@ class Header:
             raise ValueError(
                 f"it has format_version {version!r}, expected {FORMAT_VERSION}; read it with the marjax that wrote it"
             )
-        checksum = values.pop("checksum", None)
-        if checksum != _checksum({"format": FORMAT, "format_version": version, **values}):
+        recorded = values.pop("checksum", None)
+        if recorded != checksum({"format": FORMAT, "format_version": version, **values}):
             raise ValueError("its header does not match its checksum, so it was damaged or edited; get a fresh copy")
         try:
             values["config"] = MARConfig.from_dict(values["config"])
@@ -83,6 +83,7 @@ class Header:
             raise ValueError(f"its header is invalid ({error}); write it again with marjax.save") from error
 
 
-def _checksum(values: Mapping[str, Any]) -> str:
+def checksum(values: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON values in their canonical text."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -61,7 +61,8 @@ def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
     if arguments.check_params(params).config.vae is not None and params.vae is None:
         raise ValueError("This model generates latents and carries no autoencoder; use sample_latents.")
     latents = sample_latents(params, rng, labels, **options)
-    images = codec.latents_to_images(params.config, params.vae, latents)
+    vae_params = cast_matrices(params.vae, DTYPES[arguments.check_dtype(options.get("dtype"))])
+    images = codec.latents_to_images(params.config, vae_params, latents)
     arguments.check_finite("images", images, "float32")
     return images
 

@@ -3,6 +3,7 @@
     encode              images -> mean and log variance of the latents
     sample_posterior    mean, log variance, noise -> latents
     decode              latents -> images
+    estimate_scale      images -> 1 / the standard deviation of their latents
 
 Latents here have the autoencoder's own scale. MAR models see them multiplied by `VAEConfig.scale`: the caller
 multiplies what `encode` gives, and divides what `decode` takes.
@@ -14,12 +15,15 @@ dtype of their kernel and accumulate in float32; norms, softmax and the residual
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from marjax.config import VAEConfig
@@ -223,6 +227,57 @@ def decode(params: PyTree, config: VAEConfig, latents: Array, chunk: int | None 
         return _out(decoder, x)
 
     return _map_chunks(decode_some, latents, chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentStatistics:
+    """Sums over latents drawn from `encode`'s distributions, over every position and channel; an immutable accumulator.
+
+    Attributes:
+        count: latent values.
+        total: sum of their expected values.
+        squares: sum of their expected squares.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, mean: np.ndarray, logvar: np.ndarray) -> LatentStatistics:
+        """The statistics with more latents in them, of any shape."""
+        mean, logvar = np.asarray(mean, np.float64), np.asarray(logvar, np.float64)
+        squares = float(np.sum(np.square(mean) + np.exp(logvar)))
+        return LatentStatistics(self.count + mean.size, self.total + float(np.sum(mean)), self.squares + squares)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the latents.
+
+        Raises:
+            ValueError: if there are none, or they do not vary.
+        """
+        if not self.count:
+            raise ValueError("No latents have no standard deviation; give at least one image.")
+        variance = self.squares / self.count - (self.total / self.count) ** 2
+        if not variance > 0:
+            raise ValueError(f"The latents have variance {variance}, expected a positive one; check the autoencoder.")
+        return math.sqrt(variance)
+
+
+def estimate_scale(params: PyTree, config: VAEConfig, images: Iterable[Array]) -> float:
+    """What `VAEConfig.scale` should be for this autoencoder and such images: 1 / the standard deviation of the latents.
+
+    The expectation over `sample_posterior`'s noise is exact. The mean is not shifted to 0, as in the reference.
+
+    Args:
+        params: `init`'s tree.
+        config: the autoencoder's configuration; its `scale` plays no part.
+        images: batches as for `encode`.
+    """
+    statistics, encode_batch = LatentStatistics(), jax.jit(encode, static_argnums=1)
+    for batch in images:
+        statistics = statistics.add(*encode_batch(params, config, batch))
+    return 1.0 / statistics.std
 
 
 def conv(params: PyTree, x: Array, stride: int = 1) -> Array:

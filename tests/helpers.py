@@ -1,4 +1,4 @@
-"""Golden models, and the step from the reference's image order to our generation order."""
+"""Golden models, the step from the reference's image order to our generation order, and tiny cached latents."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 from safetensors.numpy import load_file
 
-from marjax import convert
-from marjax.config import MARConfig
+from marjax import convert, vae
+from marjax.config import MARConfig, VAEConfig
 from marjax.types import MARParams
 
 GOLDEN = Path(__file__).parent / "golden"
+
+TINY_VAE = VAEConfig(ch=32, ch_mult=(1, 1), num_res_blocks=1, embed_dim=4, scale=0.5)
 
 # `jax.jit` for programs that run once or twice: compiles in half the time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -62,3 +66,38 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Frobenius norm of the difference over that of the expected array."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@functools.cache
+def random_vae(config: VAEConfig = TINY_VAE):
+    """Weights of an autoencoder, without compiling the initialiser."""
+    rng, template = np.random.default_rng(0), jax.eval_shape(functools.partial(vae.init, config), jax.random.key(0))
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.1, jnp.float32), template)
+
+
+def make_images(root: Path, counts: dict[str, int], size: int = 8) -> Path:
+    """A folder of random images, so many in each class."""
+    rng = np.random.default_rng(1)
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = rng.integers(0, 256, (size, size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
+
+
+def fake_encoder(config: VAEConfig, params, devices):
+    """Stands in for `marjax.encode._make_encoder`: moments that follow from the pixels, without compiling anything."""
+
+    def moments(pixels: np.ndarray) -> np.ndarray:
+        batch, height, width, channels = pixels.shape
+        stride = config.stride
+        blocks = pixels.reshape(batch, height // stride, stride, width // stride, stride, channels).mean(axis=(2, 4))
+        mean = blocks[..., :1] * np.arange(1, config.embed_dim + 1)
+        return np.concatenate([mean, blocks[..., 1:2] - np.arange(config.embed_dim)], axis=-1)
+
+    def encode(images: np.ndarray) -> np.ndarray:
+        pixels = images.astype(np.float32) / 127.5 - 1
+        return np.stack([moments(pixels), moments(pixels[:, :, ::-1])], axis=1).astype(np.float32)
+
+    return encode

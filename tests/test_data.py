@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from marjax.data import ArraySource, ImageFolder, batches, center_crop, load_idx, open_source
+from marjax.data import ArraySource, ImageFolder, batches, center_crop, open_source
+from marjax.idx import load_idx
 
 
 def idx_bytes(array: np.ndarray) -> bytes:

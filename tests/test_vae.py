@@ -152,6 +152,38 @@ def test_bfloat16_kernels(params, arrays):
     assert 1e-4 < error < 0.02
 
 
+def test_bfloat16_kernels_in_the_encoder(tiny):
+    images = jax.random.uniform(jax.random.key(2), (3, 8, 8, 3), minval=-1.0)
+    expected = jnp.concatenate(encode(tiny, TINY, images), axis=-1)
+    got = encode(cast_matrices(tiny, jnp.bfloat16), TINY, images)
+    assert {part.dtype for part in got} == {jnp.dtype("float32")}
+    error = jnp.sqrt(jnp.mean((jnp.concatenate(got, axis=-1) - expected) ** 2) / jnp.mean(expected**2))
+    assert 1e-4 < error < 0.02
+
+
+def test_estimated_scale_is_that_of_samples(tiny):
+    images = jax.random.uniform(jax.random.key(2), (9, 8, 8, 3), minval=-1.0)
+    scale = vae.estimate_scale(tiny, TINY, [images[:3], images[3:6], images[6:]])  # the shape is compiled already
+    moments = [encode(tiny, TINY, images[start : start + 3]) for start in (0, 3, 6)]
+    mean, logvar = (np.concatenate(parts) for parts in zip(*moments, strict=True))
+    noise = np.random.default_rng(0).normal(size=(200, *mean.shape))
+    assert scale * np.std(vae.sample_posterior(mean, logvar, noise)) == pytest.approx(1, rel=3e-3)
+
+
+def test_latent_statistics():
+    rng = np.random.default_rng(0)
+    mean, logvar = rng.normal(2.0, 3.0, (8, 4)).astype(np.float32), rng.normal(size=(8, 4)).astype(np.float32)
+    whole = vae.LatentStatistics().add(mean, logvar)
+    parts = vae.LatentStatistics().add(mean[:3], logvar[:3]).add(mean[3:], logvar[3:])
+    assert parts.count == whole.count == 32
+    assert parts.std == pytest.approx(whole.std)
+    assert whole.std == pytest.approx(np.sqrt(np.var(np.float64(mean)) + np.mean(np.exp(np.float64(logvar)))))
+    with pytest.raises(ValueError, match="No latents have no standard deviation; give at least one image"):
+        _ = vae.LatentStatistics().std
+    with pytest.raises(ValueError, match=r"The latents have variance 0\.0, expected a positive one"):
+        _ = vae.LatentStatistics().add(np.zeros(3), np.full(3, -np.inf)).std
+
+
 def test_gradients_keep_bfloat16_kernels(tiny):
     def loss(params, images):
         mean, logvar = vae.encode(params, TINY, images)

@@ -20,7 +20,7 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 from tqdm import trange
 
-from marjax.data import ImageSource, batches, open_source
+from marjax.data import Source, batches, open_source
 from marjax.files import atomic_write
 from marjax.metrics import IMAGE_SHAPE, NUM_CLASSES, Classifier, FeatureExtractor, class_accuracy
 from marjax.types import Array, PyTree
@@ -30,7 +30,7 @@ DROPOUT_RATE = 0.3
 WEIGHT_DECAY = 0.05
 
 
-def train(source: ImageSource, *, epochs: int, batch_size: int, learning_rate: float, seed: int) -> PyTree:
+def train(source: Source, *, epochs: int, batch_size: int, learning_rate: float, seed: int) -> PyTree:
     """Trains a `Classifier` with AdamW, a one-cycle learning rate and mirrored images.
 
     Args:

@@ -33,7 +33,7 @@ def test_version_and_help(marjax):
     from marjax import __version__
 
     assert marjax("--version") == (0, f"marjax {__version__}\n", "")
-    for command in ((), ("sample",), ("train",), ("eval",), ("convert",), ("info",)):
+    for command in ((), ("sample",), ("encode",), ("train",), ("eval",), ("convert",), ("info",)):
         code, out, err = marjax(*command, "--help")
         assert (code, err) == (0, "") and "usage: marjax" in out
         assert "examples:" in out or command == ("info",)

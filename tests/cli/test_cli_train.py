@@ -83,7 +83,8 @@ def test_train_resumes_and_its_run_is_a_model(marjax, refused, data):
 
 def test_train_passes_its_options_on(marjax, data, trained):
     words = shlex.split(
-        "--epochs 2 --batch_size 4 --seed 3 --ema-rate 0.5 --dtype float32 --no-flip --log-every 7 --save-every 8 "
+        "--epochs 2 --batch_size 4 --accum_iter 2 --seed 3 --ema-rate 0.5 --dtype float32 --no-flip --log-every 7 "
+        "--save-every 8 "
         "--mask-ratio-min 0.5 --label-drop-prob 0.2 --attn-dropout 0.3 --proj_dropout 0.4 --diffusion-batch-mul 2 "
         "--remat --unroll 3 --mask-ratio-std 0.5 --optimizer muon --blr 1e-3 --lr 2e-3 --min-lr 1e-5 "
         "--lr-schedule cosine --warmup-epochs 0.5 --weight-decay 0.1 --beta1 0.8 --beta2 0.9 --eps 1e-6 "
@@ -98,7 +99,7 @@ def test_train_passes_its_options_on(marjax, data, trained):
     objective, optimizer = flat.pop("objective"), flat.pop("optimizer")
     assert flat == {
         **{"epochs": 2.0, "batch_size": 4, "seed": 3, "ema_rate": 0.5, "dtype": "float32", "flip": False},
-        **{"log_every": 7, "save_every": 8},
+        **{"log_every": 7, "save_every": 8, "accum_iter": 2},
     }
     assert objective == {
         **{"mask_ratio_min": 0.5, "label_drop_prob": 0.2, "attn_dropout": 0.3, "proj_dropout": 0.4},
@@ -159,6 +160,8 @@ def test_train_shows_its_progress_on_a_terminal(marjax, data, trained, monkeypat
         ("--data missing", "missing does not exist; expected a directory of IDX files"),
         ("--preset mar_tiny", "Unknown preset 'mar_tiny'; expected one of mar_base"),
         ("--preset mar_base", "img_size=8 must be a multiple of vae_stride * patch_size = 16 * 1."),
+        ("--accum-iter 3", "batch_size=4 must be a multiple of accum_iter=3."),
+        ("--vae-path fashion_mnist", "fashion_mnist carries no autoencoder; give a checkpoint that does."),
         ("--epochs 0", "epochs=0.0 must be a positive finite number."),
         ("--optimizer sgd", "optimizer='sgd' must be one of adamw, muon."),
         ("--mask-ratio-min 0", "mask_ratio_min=0.0 must lie in (0, 1]."),
