@@ -240,7 +240,8 @@ PRESETS: dict[str, MARConfig] = {
         diffloss_w=192,
         clip_denoised=True,
         num_sampling_steps="50",
-        cfg=2.0,
+        cfg=4.0,
+        temperature=0.95,
         class_names=FASHION_MNIST_CLASSES,
     ),
     # For tests and experiments: seconds to initialise, compile and run.

@@ -106,7 +106,7 @@ def test_file_keeps_dtypes_unless_told(tmp_path):
 
 @pytest.mark.parametrize("kernels", ["float32", "bfloat16"])
 def test_both_forms_with_autoencoder(kernels, tmp_path):
-    params = make_params(dataclasses.replace(CONFIG, vae=VAEConfig(ch=32, ch_mult=(1, 2))))
+    params = make_params(dataclasses.replace(CONFIG, vae=VAEConfig(ch=32, ch_mult=(1, 1, 1, 2), num_res_blocks=1)))
     params = params.replace(
         mar=cast_matrices(params.mar, jnp.dtype(kernels)), vae=cast_matrices(params.vae, jnp.dtype(kernels))
     )
@@ -117,7 +117,7 @@ def test_both_forms_with_autoencoder(kernels, tmp_path):
 
 
 def test_latent_model_without_its_autoencoder(tmp_path):
-    params = PARAMS.replace(config=dataclasses.replace(CONFIG, vae=VAEConfig()))
+    params = PARAMS.replace(config=dataclasses.replace(CONFIG, vae=VAEConfig(ch_mult=(1, 1, 1, 1))))
     save_file(params, tmp_path / "latent.safetensors")
     assert_same(load(tmp_path / "latent.safetensors"), params)
 

@@ -41,7 +41,7 @@ def trained(monkeypatch):
 
 TINY_OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
 TINY_OPTIONS += ["--img-size=8", "--class-num=3", f"--class-names={','.join(NAMES)}", "--num-sampling-steps=4"]
-TINY_OPTIONS += ["--cfg=1"]
+TINY_OPTIONS += ["--cfg=1", "--temperature=1"]
 RECIPE = ["--batch-size=4", "--warmup-epochs=0", "--dtype=float32", "--attn-dropout=0", "--proj-dropout=0"]
 
 
