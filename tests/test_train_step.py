@@ -160,7 +160,7 @@ def test_a_latent_step_has_the_types_of_its_state():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"accum_iter": 0}, "accum_iter=0 must be at least 1"),
+        ({"accum_iter": 0}, "accum_iter=0 must be an integer of at least 1"),
         ({"batch_size": 6, "accum_iter": 4}, "batch_size=6 must be a multiple of accum_iter=4"),
     ],
 )
