@@ -16,7 +16,7 @@ import numpy as np
 
 from marjax import arguments, codec
 from marjax.arguments import Known
-from marjax.sample import sample_latents
+from marjax.sample import check_codec, sample_latents, to_images
 from marjax.types import Array, MARParams
 
 
@@ -41,17 +41,15 @@ def inpaint(params: MARParams, rng: Array, labels: Any, *, image: Any, mask: Any
             autoencoder.
         TypeError: if the mask is not of booleans or traced; as `marjax.sample_latents`.
     """
-    config = arguments.check_params(params).config
-    if config.vae is not None and params.vae is None:
-        raise ValueError("This model generates latents and carries no autoencoder; use inpaint_latents.")
+    check_codec(params, "inpaint_latents")
+    config = params.config
     channels = 3 if config.vae else config.vae_embed_dim
     image, mask = _check_pair("image", image, mask, (config.img_size, config.img_size, channels), labels)
     image = _unit_range(image, mask)
     latents = codec.images_to_latents(config, params.vae, image)
     stride = config.img_size // config.latent_size
     latents = inpaint_latents(params, rng, labels, latents=latents, mask=_any_in_patches(mask, stride), **options)
-    generated = codec.latents_to_images(config, params.vae, latents)
-    arguments.check_finite("images", generated, "float32")
+    generated = to_images(params, latents, options.get("dtype"))
     return jnp.where(mask[..., None], generated, image)
 
 

@@ -58,13 +58,26 @@ def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
     Raises:
         ValueError, TypeError: as `sample_latents`; also if a latent model comes without its autoencoder.
     """
+    check_codec(params, "sample_latents")
+    return to_images(params, sample_latents(params, rng, labels, **options), options.get("dtype"))
+
+
+def check_codec(params: MARParams, instead: str) -> None:
+    """Refuses a model that lacks what turns its latents into images, and names the function to use `instead`."""
     if arguments.check_params(params).config.vae is not None and params.vae is None:
-        raise ValueError("This model generates latents and carries no autoencoder; use sample_latents.")
-    latents = sample_latents(params, rng, labels, **options)
-    vae_params = cast_matrices(params.vae, DTYPES[arguments.check_dtype(options.get("dtype"))])
+        raise ValueError(f"This model generates latents and carries no autoencoder; use {instead}.")
+
+
+def to_images(params: MARParams, latents: Array, dtype: str | None) -> Array:
+    """[B, h, w, c] latents -> [B, H, W, C] float32 images in [0, 1], decoded in the compute dtype."""
+    vae_params = cast_matrices(params.vae, DTYPES[_compute_dtype(dtype, _devices(params.mar, latents))])
     images = codec.latents_to_images(params.config, vae_params, latents)
     arguments.check_finite("images", images, "float32")
     return images
+
+
+def _compute_dtype(dtype: str | None, devices: tuple[jax.Device, ...]) -> str:
+    return arguments.check_dtype(dtype, devices[0].platform if devices else None)
 
 
 def sample_latents(
@@ -141,7 +154,7 @@ def sample_latents(
 
     num_iter = arguments.check_num_iter(config, num_iter)
     devices = _devices(params.mar, (rng, images, cfg, temperature))
-    dtype = arguments.check_dtype(dtype, devices[0].platform if devices else None)
+    dtype = _compute_dtype(dtype, devices)
     shares = max(1, len(devices))
     at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
     groups = _groups(images.known, len(images.indices))
