@@ -87,14 +87,6 @@ class TrainConfig:
         return max(1, round(epochs * num_images / self.batch_size))
 
 
-# What runs of versions that did not record a value had.
-_DEFAULTS = json.loads(
-    json.dumps(
-        {"model": MARConfig().to_dict(), "train": dataclasses.asdict(TrainConfig()), "start": {"init_from": None}}
-    )
-)
-
-
 @struct.dataclass
 class TrainState:
     """Everything a run needs to go on.
@@ -220,7 +212,8 @@ def train(
 
     out = Path(out)
     document = _document(config, train_config, source, init_from)
-    run_dir.check(out, document, _DEFAULTS)
+    # What runs of versions that did not record a value had.
+    run_dir.check(out, document, _document(MARConfig(), TrainConfig(), source, None))
     state = init_state(config, train_config, tx)
     if init_from is not None:
         state = state.replace(params=_masters(init_from), ema=_masters(init_from))
