@@ -21,7 +21,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
@@ -35,7 +34,7 @@ from flax import traverse_util
 
 from marjax import mar, vae
 from marjax.config import MARConfig, get_preset
-from marjax.files import atomic_dir, atomic_write
+from marjax.files import atomic_dir, atomic_write, check_room
 from marjax.files import sha256 as _digest_file
 from marjax.header import FORMAT, Header, Leaf
 from marjax.types import MARParams, PyTree, cast_matrices
@@ -219,9 +218,7 @@ class _Unchanging(np.ndarray):
 def _write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
-    # orbax meets a full disk with pages of background tracebacks, so look before.
-    if shutil.disk_usage(directory.parent).free < sum(array.nbytes for array in arrays.values()):
-        raise OSError(errno.ENOSPC, "not enough space for the arrays")
+    check_room(directory, sum(array.nbytes for array in arrays.values()))
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             views = {name: array.view(_Unchanging) for name, array in arrays.items()}

@@ -131,6 +131,20 @@ def extend(path: str | os.PathLike[str], content: bytes, start: int) -> None:
         os.fsync(file.fileno())
 
 
+def check_room(path: str | os.PathLike[str], num_bytes: int) -> None:
+    """Refuses to begin writing what has no room; for libraries that meet a full disk with pages of tracebacks.
+
+    Args:
+        path: what is about to be written. Its folder exists.
+        num_bytes: how much.
+
+    Raises:
+        OSError: ENOSPC, if less is free.
+    """
+    if shutil.disk_usage(Path(path).parent).free < num_bytes:
+        raise OSError(errno.ENOSPC, f"Cannot write {path}: {_ADVICE[errno.ENOSPC]}.")
+
+
 def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The file that `path` means once links are followed, and a fresh name in the same folder."""
     target = Path(os.path.realpath(path))

@@ -9,7 +9,6 @@ ema/, raw/      models that `marjax.load` reads
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -22,7 +21,7 @@ import jax
 from flax import traverse_util
 
 from marjax import checkpoint
-from marjax.files import atomic_write
+from marjax.files import atomic_write, check_room
 from marjax.types import MARParams, PyTree
 
 _CONFIG_FILE, _METRICS_FILE = "config.json", "metrics.jsonl"
@@ -136,13 +135,7 @@ class Run:
 
         # From the host: orbax would cut arrays that several devices hold into slices, and compile that per shape.
         arrays = jax.device_get(state)
-        # orbax meets a full disk with pages of background tracebacks, so look before.
-        if shutil.disk_usage(self.path).free < sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)):
-            raise OSError(
-                errno.ENOSPC,
-                f"Cannot write {self.path / checkpoint.RUN_STATE}: the disk is full; free some space and run the same "
-                "command again.",
-            )
+        check_room(self.path / checkpoint.RUN_STATE, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
         self._manager.save(step, args=ocp.args.StandardSave(arrays))
         self._manager.wait_until_finished()
 

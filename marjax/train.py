@@ -31,13 +31,6 @@ from marjax.run_dir import Run
 from marjax.train_step import TrainConfig, TrainState, init_state, make_step
 from marjax.types import Array, MARParams, PyTree
 
-# What runs of versions that did not record a value had.
-_DEFAULTS = json.loads(
-    json.dumps(
-        {"model": MARConfig().to_dict(), "train": dataclasses.asdict(TrainConfig()), "start": {"init_from": None}}
-    )
-)
-
 
 class NonFiniteLossError(RuntimeError):
     """The loss or its gradient became NaN or infinite; checkpoints of earlier steps are still good."""
@@ -95,7 +88,8 @@ def train(
 
     out = Path(out)
     document = _document(config, train_config, source, init_from)
-    run_dir.check(out, document, _DEFAULTS)
+    # What runs of versions that did not record a value had.
+    run_dir.check(out, document, _document(MARConfig(), TrainConfig(), source, None))
     state = init_state(config, train_config, tx)
     if init_from is not None:
         state = state.replace(params=_masters(init_from), ema=_masters(init_from))

@@ -20,6 +20,9 @@ from safetensors.numpy import load_file
 
 GOLDEN = Path(__file__).parent / "golden"
 
+# So that its assertions show values, as those of test files do.
+pytest.register_assert_rewrite("train_helpers")
+
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Machines are shared, so no deadline; the same examples in every run, so no database.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -196,8 +197,8 @@ def test_foreign_directory_is_never_overwritten(tmp_path):
 
 
 def test_full_disk(tmp_path, monkeypatch):
-    usage = checkpoint.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(OSError, match=r"run: the disk is full; free some space or write elsewhere\.$"):
         save(PARAMS, tmp_path / "run")
     assert os.listdir(tmp_path) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,12 @@ def test_errors_about_other_files_pass_unchanged(tmp_path):
     with pytest.raises(OSError) as caught, atomic_write(tmp_path / "x"):
         raise unidentified
     assert caught.value is unidentified
+
+
+def test_check_room_refuses_before_anything_is_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000) if path == tmp_path else usage)
+    files.check_room(tmp_path / "run", 1000)
+    with pytest.raises(OSError, match=r"Cannot write .*run: the disk is full; free some space or write") as refused:
+        files.check_room(tmp_path / "run", 1001)
+    assert refused.value.errno == errno.ENOSPC

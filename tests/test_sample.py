@@ -1,38 +1,23 @@
-"""The sampling function: the loop against a plain re-statement, the (seed, index) contract, compilation, bad input."""
+"""The sampling function: the loop against a plain re-statement, the (seed, index) contract, compilation."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import golden_params
+from sample_helpers import CONFIG, KEY, LABELS, OPTIONS, PARAMS, compiled_text, sample
 
 import marjax
 from marjax import codec, decode, diffusion_head, mar, vae
-from marjax.arguments import label_list
 from marjax.config import VAEConfig
 from marjax.layers import dense
 from marjax.noise_schedule import noise_schedule
 from marjax.schedule import step_counts
-
-sample = importlib.import_module("marjax.sample")  # the attribute of that name is the function
-
-KEY = jax.random.key(7)
-PARAMS = golden_params("tiny")
-CONFIG = PARAMS.config
-# 40 diffusion steps: with fewer, the first step multiplies rounding by thousands.
-OPTIONS = {"num_iter": 3, "num_sampling_steps": 40, "cfg": 3.0, "temperature": 0.9, "dtype": "float32"}
-LABELS = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
@@ -272,20 +257,6 @@ def test_images_of_a_latent_model():
         marjax.sample(params.replace(vae=None), KEY, [0], **OPTIONS)
 
 
-def compiled_text(monkeypatch, params, labels=LABELS, **options) -> str:
-    """The optimised HLO of the program that a sampling call runs."""
-    calls, run = [], sample._run
-
-    def capture(*arguments):
-        calls.append(arguments)
-        return run(*arguments)
-
-    monkeypatch.setattr(sample, "_run", capture)
-    marjax.sample_latents(params, KEY, labels, **{**OPTIONS, **options})
-    (arguments,) = calls
-    return run.lower(*arguments).compile().as_text()
-
-
 def in_loops(text: str) -> list[str]:
     """The instructions of an HLO module that run inside a loop: those of while bodies and of what they call."""
     computations, reached = {}, set()
@@ -318,214 +289,3 @@ def test_compiled_loop_calls_no_host_and_copies_no_weight_stack(dtype, monkeypat
     made = [line for line in looped if any(f"= {stack}" in line for stack in stacks)]
     passed_on = ("parameter(", "get-tuple-element(")
     assert [line for line in made if not any(kind in line for kind in passed_on)] == []
-
-
-def with_four_devices(script: str, tmp_path: Path) -> dict[str, np.ndarray]:
-    """Runs a script in a Python of its own that sees four devices; returns the arrays it saves."""
-    out = tmp_path / "arrays.npz"
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent), str(out)], check=True, env=environment)
-    with np.load(out) as arrays:
-        return dict(arrays)
-
-
-DEVICES_SCRIPT = """
-import re, sys
-import jax, numpy as np
-sys.path.insert(0, sys.argv[1])
-jax.config.update("jax_default_matmul_precision", "highest")
-import test_sample as t
-from marjax import decode
-assert jax.local_device_count() == 4
-class Patch:
-    def setattr(self, target, name, value):
-        setattr(target, name, value)
-latents = t.marjax.sample_latents(t.PARAMS, t.KEY, t.LABELS[:6], **t.OPTIONS)
-text = t.compiled_text(Patch(), t.PARAMS, labels=t.LABELS[:6])
-keys = decode.image_keys(jax.random.key_data(t.KEY), jax.numpy.arange(6))
-np.savez(
-    sys.argv[2],
-    latents=latents,
-    order=decode.random_order(keys, 64),
-    noise=decode.random_noise(keys, 4, 16)(0, 8),
-    collectives=re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", text),
-    partitions=re.findall(r"num_partitions=(\\d+)", text),
-)
-"""
-
-
-def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path):
-    """Six images on four devices: the shares are padded, the loop runs under shard_map."""
-    four = with_four_devices(DEVICES_SCRIPT, tmp_path)
-    assert four["partitions"].tolist() == ["4"]
-    assert four["collectives"].tolist() == []
-    keys = decode.image_keys(jax.random.key_data(KEY), jnp.arange(6))
-    np.testing.assert_array_equal(four["order"], decode.random_order(keys, 64))
-    np.testing.assert_array_equal(four["noise"], decode.random_noise(keys, 4, 16)(0, 8))
-    np.testing.assert_allclose(four["latents"], batch[:6], rtol=0, atol=1e-3)
-
-
-PLACEMENT_SCRIPT = """
-import sys
-import jax, numpy as np
-sys.path.insert(0, sys.argv[1])
-import test_sample as t
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-devices = jax.devices()
-options = {"num_iter": 2, "num_sampling_steps": 40, "cfg": 1.0, "dtype": "float32"}
-labels = t.LABELS[:4]
-def generate(params=t.PARAMS, key=t.KEY, labels=labels, **extra):
-    return t.marjax.sample_latents(params, key, labels, **options, **extra)
-mesh = Mesh(np.array(devices), ("x",))
-second = jax.device_put(t.PARAMS, devices[1])
-split = lambda shard: generate(labels=shard, indices=shard * 0)
-images = {
-    "everywhere": generate(),
-    "committed_key": generate(key=jax.device_put(t.KEY, devices[2]), labels=jax.device_put(labels, devices[2])),
-    "committed_weights": (on_second := generate(params=second, key=jax.device_put(t.KEY, devices[2]))),
-    "replicated_weights": generate(params=jax.device_put(t.PARAMS, NamedSharding(mesh, P()))),
-}
-assert on_second.devices() == {devices[1]}
-assert len(images["everywhere"].devices()) == 4 == len(images["replicated_weights"].devices())
-with jax.set_mesh(mesh):
-    images["users_mesh"] = generate()
-jitted = jax.jit(lambda params, key: generate(params=params, key=key))
-images["users_jit"] = jitted(t.PARAMS, t.KEY)
-images["users_jit_of_committed_weights"] = jitted(second, t.KEY)
-on_two = NamedSharding(Mesh(np.array(devices[:2]), ("x",)), P())
-images["users_jit_of_weights_on_two"] = jitted(jax.device_put(t.PARAMS, on_two), t.KEY)
-images["users_jit_of_a_committed_key"] = jitted(t.PARAMS, jax.device_put(t.KEY, devices[2]))
-images["users_jit_that_closes_over_weights"] = jax.jit(lambda key: generate(key=key))(jax.device_put(t.KEY, devices[3]))
-explicit = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-with jax.set_mesh(explicit):
-    images["explicit_mesh"] = generate()
-    try:
-        jax.jit(lambda labels: generate(labels=labels))(jax.device_put(labels, NamedSharding(explicit, P("x"))))
-    except ValueError as error:
-        assert "split along Explicit axes of the mesh in scope; make the mesh with Auto axes" in str(error)
-    else:
-        raise AssertionError("labels split along an Explicit axis were accepted")
-of_shards = jax.jit(jax.shard_map(split, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))(labels)
-np.savez(sys.argv[2], of_shards=of_shards, first_index=generate(indices=[0, 0, 0, 0]), **images)
-"""
-
-
-def test_devices_follow_the_weights_and_the_users_mesh(tmp_path):
-    """Weights, key or labels that were put somewhere, a mesh of the caller's, a call inside the caller's shard_map."""
-    results = with_four_devices(PLACEMENT_SCRIPT, tmp_path)
-    np.testing.assert_allclose(results.pop("of_shards"), results.pop("first_index"), rtol=0, atol=1e-3)
-    expected = results.pop("everywhere")
-    assert len(results) == 10
-    for name, images in results.items():
-        np.testing.assert_allclose(images, expected, rtol=0, atol=1e-3, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("labels", "options", "message"),
-    [
-        ([0, 10], {}, r"labels holds 10; expected 0 to 9"),
-        ([-1], {}, r"labels holds -1; expected 0 to 9"),
-        ([0.5], {}, r"labels must be integers, got float64"),
-        (["bag"], {}, r"labels must be integers, got <U3"),
-        ([True], {}, r"labels must be integers, got bool"),
-        ([[1], [2, 3]], {}, r"must be a list of integers"),
-        ([], {}, r"labels must be a non-empty list"),
-        ([[1, 2]], {}, r"non-empty list or 1-D array of integers, got shape \(1, 2\)"),
-        (3, {}, r"got shape \(\)"),
-        ([2**40], {}, r"labels holds 1099511627776; expected 0 to 9"),
-        (None, {}, r"labels=None needs batch_size"),
-        (None, {"batch_size": 2, "cfg": 3.0}, r"cfg=3.0 needs labels"),
-        ([1], {"batch_size": 0}, r"batch_size=0 must be a positive integer"),
-        ([1], {"indices": [0, 1]}, r"indices has 2 entries for 1 labels"),
-        ([1], {"indices": [-2]}, r"indices holds -2; expected 0 to 2147483647"),
-        ([1], {"num_iter": 0}, r"num_iter=0 must be an integer in \[1, 64\]"),
-        ([1], {"num_iter": 65}, r"num_iter=65 must be an integer in \[1, 64\]"),
-        ([1], {"num_iter": 2.0}, r"num_iter=2.0 must be an integer"),
-        ([1], {"temperature": -0.1}, r"temperature=-0.1 must be finite and >= 0"),
-        ([1], {"temperature": float("nan")}, r"temperature=nan must be finite"),
-        ([1], {"temperature": "hot"}, r"temperature='hot' must be a number"),
-        ([1], {"cfg": -1.0}, r"cfg=-1.0 must be finite and >= 0"),
-        ([1], {"cfg": float("inf")}, r"cfg=inf must be finite"),
-        ([1], {"cfg": 1e39}, r"cfg=1e\+39 must be finite"),
-        ([1], {"cfg_schedule": "cosine"}, r"cfg_schedule='cosine' must be one of linear, constant"),
-        ([1], {"num_sampling_steps": 1}, r"at least 2 steps"),
-        ([1], {"num_sampling_steps": "many"}, r"num_sampling_steps='many'"),
-        ([1], {"dtype": "float16"}, r"dtype='float16' must be None or one of float32, bfloat16"),
-        ([1], {"accel": "warp"}, r"Unknown accel 'warp'; expected one of none"),
-        ([1], {"accel": 3}, r"accel=3 must be a name or a marjax.Accel"),
-        ([1], {"order": "spiral"}, r"order='spiral' must be 'random' or an array"),
-        ([1], {"order": np.zeros(64, int)}, r"order row 0 is not a permutation of 0 to 63"),
-        ([1], {"order": np.arange(63)}, r"expected integers, \[64\] or \[1, 64\]"),
-        ([1], {"order": [[0, 1], [2]]}, r"order=\[\[0, 1\], \[2\]\] must be 'random' or an array"),
-        ([1], {"noise": np.zeros((1, 64, 40, 16))}, r"expected \[B, S, T \+ 1, D\] = \(1, 64, 41, 16\)"),
-        ([1], {"noise": [[0.0], [0.0, 1.0]]}, r"noise must be None or an array of numbers"),
-        ([1], {"noise": np.zeros((1, 64, 41, 16), complex)}, r"noise must be floating point, got complex128"),
-        ([1], {"cfg": [[1], [1, 2]]}, r"cfg=\[\[1\], \[1, 2\]\] must be a number"),
-        ([1], {"cfg": "1.5"}, r"cfg='1.5' must be a number"),
-        ([1], {"num_iter": True}, r"num_iter=True must be an integer"),
-        ([1], {"batch_size": True}, r"batch_size=True must be a positive integer"),
-        ([1], {"temperature": 1e38}, r"non-finite latents: .* or weights, cfg or temperature are too large"),
-        ([1], {"noise": np.full((1, 64, 41, 16), np.nan)}, r"noise holds 41984 values that are NaN or infinite"),
-        ([1], {"cfg": np.ones(2)}, r"cfg has shape \(2,\); expected one number"),
-        (None, {"batch_size": 2, "cfg": "high"}, r"cfg='high' must be a number"),
-    ],
-)
-def test_bad_input_gets_one_sentence(labels, options, message):
-    with pytest.raises((ValueError, TypeError), match=message) as caught:
-        marjax.sample_latents(PARAMS, KEY, labels, **{**OPTIONS, **options} if labels is not None else options)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("rng", [0, np.uint32(3), np.zeros(3, np.uint32), jax.random.split(KEY, 2)])
-def test_what_is_no_key(rng):
-    with pytest.raises(TypeError, match=r"^rng is .*; expected one PRNG key, such as jax.random.key\(0\)\.$"):
-        marjax.sample_latents(PARAMS, rng, LABELS, **OPTIONS)
-
-
-@pytest.mark.parametrize("function", [marjax.sample, marjax.sample_latents])
-def test_what_is_no_model(function):
-    with pytest.raises(TypeError, match=r"params is a dict; expected a marjax.MARParams, as marjax.load returns\."):
-        function(PARAMS.mar, KEY, LABELS, **OPTIONS)
-
-
-def test_lists_with_traced_entries_are_refused():
-    with pytest.raises(TypeError, match=r"labels is a list with traced entries; give one array \(jnp.stack\)"):
-        jax.eval_shape(lambda label: marjax.sample_latents(PARAMS, KEY, [label, 1], **OPTIONS), 3)
-
-
-def test_traced_noise_may_be_of_any_float_dtype():
-    noise = jax.ShapeDtypeStruct((1, 64, 41, 16), jnp.bfloat16)
-    shape = jax.eval_shape(lambda noise: marjax.sample_latents(PARAMS, KEY, [3], noise=noise, **OPTIONS), noise)
-    assert (shape.shape, shape.dtype) == ((1, 8, 8, 16), jnp.float32)
-
-
-@pytest.mark.parametrize("name", ["cfg", "temperature"])
-def test_traced_scales_must_be_scalars(name):
-    with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); expected one number"):
-        jax.eval_shape(lambda x: marjax.sample_latents(PARAMS, KEY, LABELS, **{**OPTIONS, name: x}), np.ones(2))
-
-
-def test_images_that_are_not_finite_are_refused(monkeypatch):
-    """The autoencoder's part: the latents are finite."""
-    config = dataclasses.replace(CONFIG, vae=VAEConfig(ch_mult=(1, 1, 1, 1)))
-    monkeypatch.setattr(sample, "sample_latents", lambda *arguments, **options: jnp.zeros((1, 8, 8, 16)))
-    monkeypatch.setattr(codec, "latents_to_images", lambda *arguments: jnp.full((1, 64, 64, 3), jnp.nan))
-    with pytest.raises(ValueError, match="The model generated non-finite images: its weights hold NaN"):
-        marjax.sample(PARAMS.replace(config=config, vae={}), KEY, [0])
-
-
-def test_nan_weights_are_never_a_silent_picture():
-    tree = {**PARAMS.mar, "z_proj": {**PARAMS.mar["z_proj"], "bias": jnp.full(48, jnp.nan)}}
-    with pytest.raises(ValueError, match="non-finite latents: its weights hold NaN"):
-        marjax.sample_latents(PARAMS.replace(mar=tree), KEY, LABELS, **OPTIONS)
-
-
-def test_labels_by_name():
-    names = ("t-shirt", "Bag", "ankle boot")
-    assert label_list(names, 3, "bag, ankle boot,0") == [1, 2, 0]
-    assert label_list(names, 3, "all") == [0, 1, 2]
-    assert label_list((), 5, "4,4") == [4, 4]
-    for text in ("hat", "3", "", "-1"):
-        with pytest.raises(ValueError, match=r"Unknown label .*expected a number from 0 to 2 or one of t-shirt, Bag"):
-            label_list(names, 3, text)

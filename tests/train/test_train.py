@@ -2,169 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from train_helpers import (
+    CONFIG,
+    EASY,
+    EASY_RECIPE,
+    RECIPE,
+    SOURCE,
+    STEPS,
+    assert_same_run,
+    assert_same_weights,
+    checkpoints,
+    child_killed_in_step_five,
+    child_with_four_devices,
+    in_a_child,
+    lines,
+    random_model,
+)
 
-from marjax import mar, objective
-from marjax.checkpoint import CheckpointError, describe, load, save
-from marjax.config import MARConfig, get_preset
+from marjax import objective
+from marjax.checkpoint import describe, load
+from marjax.config import get_preset
 from marjax.data import ArraySource, batches
 from marjax.objective import Objective
 from marjax.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from marjax.train import NonFiniteLossError, TrainConfig, TrainState, init_state, make_step, train
-from marjax.types import MARParams, cast_matrices
-
-ROOT = Path(__file__).parent.parent
-training = importlib.import_module("marjax.train")  # the package's attribute of that name is the function
-
-CONFIG = MARConfig(
-    **{"img_size": 8, "vae_stride": 1, "patch_size": 2, "vae_embed_dim": 1, "class_num": 3, "buffer_size": 2},
-    **{"encoder_embed_dim": 32, "encoder_depth": 1, "encoder_num_heads": 2, "diffloss_d": 1, "diffloss_w": 32},
-    **{"decoder_embed_dim": 32, "decoder_depth": 1, "decoder_num_heads": 2},
-)
-SOURCE = ArraySource(
-    np.random.default_rng(0).integers(0, 256, (10, 8, 8, 1), dtype=np.uint8), np.arange(10) % 3, ("a", "b", "c")
-)
-STEPS = 6
-# Batches straddle epochs, which have 2.5 steps. Dropout, and bfloat16, have a test of their own: they compile slowly.
-RECIPE = TrainConfig(
-    **{"epochs": 2.4, "batch_size": 4, "seed": 5, "ema_rate": 0.9, "flip": True, "log_every": 1, "save_every": STEPS},
-    dtype="float32",
-    objective=Objective(attn_dropout=0.0, proj_dropout=0.0),
-    optimizer=OptimizerConfig(lr=2e-3, warmup_epochs=0.8),
-)
-# Black images of one class, white ones of another; 60 steps.
-EASY = ArraySource(np.repeat(np.uint8([0, 255]), 4 * 64).reshape(8, 8, 8, 1), np.arange(8) // 4, ("black", "white"))
-EASY_RECIPE = dataclasses.replace(RECIPE, epochs=30, save_every=60)
-SPEEDS = {"images_per_s", "eta_s"}  # what differs between equal runs
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Makes the step once per recipe, for all runs of this process (the dictionary); children find it compiled."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.5,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    steps, states = {}, {}
-
-    def make_once(config, recipe, *rest):
-        # Without these: the learning rate is constant after two steps in all runs here.
-        key = config, dataclasses.replace(recipe, epochs=1, log_every=1, save_every=1)
-        if key not in steps:
-            steps[key] = make_step(config, recipe, *rest)
-        return steps[key]
-
-    def init_once(config, recipe, tx):
-        key = config, recipe.seed, recipe.optimizer
-        if key not in states:
-            states[key] = jax.device_get(init_state(config, recipe, tx))
-        return jax.tree.map(jnp.array, states[key])  # copies, which the step may consume
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "make_step", make_once)
-        patch.setattr(training, "init_state", init_once)
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # jax reads these settings once, when it first compiles
-        yield steps
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """The directory of a run of six steps without interruption, and what was reported while it ran."""
-    out, reported = tmp_path_factory.mktemp("runs") / "unbroken", []
-    model = train(CONFIG, RECIPE, SOURCE, out, provenance={"data": "noise"}, progress=reported.append)
-    return out, model, reported
-
-
-@pytest.fixture
-def fake_step(monkeypatch):
-    """Replaces the step by one that adds 1 to every number of the state; metrics come from a function of the step."""
-
-    def install(metrics, after=lambda state: None):
-        def step(state, images, labels):
-            state = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf) + np.ones((), leaf.dtype), state))
-            after(state)
-            values = {"loss": 1.0, "mse": 0.5, "vb": 0.5, "grad_norm": 1.0, "lr": 0.1} | metrics(int(state.step))
-            return state, {name: np.float32(value) for name, value in values.items()}
-
-        monkeypatch.setattr(training, "make_step", lambda *arguments: step)
-
-    return install
-
-
-def lines(out, leave_out=SPEEDS):
-    read = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in leave_out} for line in read]
-
-
-def checkpoints(out):
-    return sorted(int(path.name) for path in (out / "state").iterdir())
-
-
-def assert_same_weights(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(leaf, other, strict=True)
-
-
-def assert_same_run(out, model, unbroken):
-    """Bit for bit the unbroken run: every line of its metrics, once, and the weights."""
-    expected_out, expected_model, _ = unbroken
-    assert lines(out) == lines(expected_out)
-    assert_same_weights(model, expected_model)
-    assert_same_weights(load(out / "ema"), expected_model)
-    assert_same_weights(load(out / "raw"), load(expected_out / "raw"))
-
-
-def in_a_child(function, *arguments, **env):
-    """Runs a function of this file in a Python of its own."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-        **env,
-    }
-    code = f"import sys, test_train; test_train.{function.__name__}(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-
-
-def child_killed_in_step_five(out):
-    def kill(line):
-        if line["step"] == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train(CONFIG, dataclasses.replace(RECIPE, save_every=2), SOURCE, out, progress=kill)
-
-
-def child_with_four_devices(out):
-    train(CONFIG, dataclasses.replace(EASY_RECIPE, epochs=2), EASY, out)
-    print(jax.device_count())
-
 
 # --- A run and its resumption ------------------------------------------------------------------------------------
 
@@ -364,12 +236,6 @@ def test_no_checkpoint_after_values_that_are_not_finite(metrics, message, fake_s
 # --- Starting from a model ---------------------------------------------------------------------------------------
 
 
-def random_model(config, dtype=jnp.float32):
-    shapes, rng = jax.eval_shape(functools.partial(mar.init, config), jax.random.key(0)), np.random.default_rng(1)
-    tree = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.1, leaf.shape), jnp.float32), shapes)
-    return MARParams(mar=cast_matrices(tree, dtype), vae=None, config=config)
-
-
 def test_init_from_narrow_weights(tmp_path):
     """Master weights are float32 copies, which the first step (its learning rate is 0) leaves as they are."""
     given = random_model(CONFIG, jnp.bfloat16)
@@ -384,60 +250,6 @@ def test_init_from_narrow_weights(tmp_path):
 
 
 # --- Refusals: before anything is written ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "recipe", "changed"),
-    [
-        ({}, {"ema_rate": 0.99}, "train.ema_rate"),
-        ({}, {"dtype": "bfloat16", "seed": 6}, "train.seed, train.dtype"),
-        ({}, {"optimizer": OptimizerConfig(lr=1e-3, warmup_epochs=0.8)}, "train.optimizer.lr"),
-        (
-            {},
-            {"objective": dataclasses.replace(RECIPE.objective, label_drop_prob=0.2)},
-            "train.objective.label_drop_prob",
-        ),
-        ({"buffer_size": 3}, {}, "model.buffer_size"),
-        ({"cfg": 2.0}, {"flip": False}, "model.cfg, train.flip"),
-    ],
-)
-def test_another_recipe_is_refused(config, recipe, changed, unbroken):
-    out = unbroken[0]
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(ValueError, match=rf"another configuration \(different: {changed}\); give the same options"):
-        train(dataclasses.replace(CONFIG, **config), dataclasses.replace(RECIPE, **recipe), SOURCE, out)
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-
-
-def test_a_run_of_another_version_is_refused_by_field(tmp_path, unbroken):
-    document = json.loads((unbroken[0] / "config.json").read_text())
-    document["train"]["momentum"] = document["train"].pop("seed")
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"\(different: train.seed, train.momentum\)"):
-        train(CONFIG, RECIPE, SOURCE, tmp_path)
-
-
-def test_a_run_of_an_earlier_version_goes_on(tmp_path, fake_step):
-    """What it did not record had the effect of the defaults."""
-    fake_step(lambda step: {})
-    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    file = tmp_path / "run" / "config.json"
-    document = json.loads(file.read_text())
-    del document["start"], document["train"]["optimizer"]["eps"], document["train"]["objective"]["mask_ratio_std"]
-    file.write_text(json.dumps(document))
-    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    other = dataclasses.replace(RECIPE, optimizer=dataclasses.replace(RECIPE.optimizer, eps=1e-6))
-    with pytest.raises(ValueError, match=r"\(different: train.optimizer.eps\)"):
-        train(CONFIG, other, SOURCE, tmp_path / "run")
-
-
-def test_a_directory_of_something_else_is_refused(tmp_path):
-    (tmp_path / "thesis.txt").write_text("all of it")
-    save(random_model(CONFIG), tmp_path / "model")  # has a config.json too
-    for out, content in ((tmp_path, {"thesis.txt", "model"}), (tmp_path / "model", {"config.json", "params"})):
-        with pytest.raises(ValueError, match=f"{out} is not empty and holds no training run; give another output"):
-            train(CONFIG, RECIPE, SOURCE, out)
-        assert {path.name for path in out.iterdir()} == content
 
 
 @pytest.mark.parametrize(
@@ -465,89 +277,6 @@ def test_a_batch_must_divide_over_the_devices(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of the 3 local devices"):
         train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("given", [None, 1])
-def test_another_start_is_refused(given, tmp_path, fake_step):
-    fake_step(lambda step: {})
-    run, first = functools.partial(train, CONFIG, RECIPE, SOURCE, tmp_path / "run"), random_model(CONFIG)
-    run(init_from=first)
-    changed = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(given or 0), first.mar)
-    with pytest.raises(ValueError, match=r"\(different: start.init_from\); give the same options"):
-        run(init_from=given and first.replace(mar=changed))
-    run(init_from=first)
-
-
-@pytest.mark.parametrize("change", [{"num_images": 11}, {"class_names": ("a", "b", "d")}])
-def test_other_data_are_refused(change, unbroken):
-    images, names = change.get("num_images", 10), change.get("class_names", SOURCE.class_names)
-    other = ArraySource(np.zeros((images, 8, 8, 1), np.uint8), np.arange(images) % 3, names)
-    with pytest.raises(ValueError, match=rf"\(different: data.{next(iter(change))}\); give the same options"):
-        train(CONFIG, RECIPE, other, unbroken[0])
-
-
-def test_what_a_kill_left_in_the_run_is_removed(tmp_path, fake_step):
-    fake_step(lambda step: {})
-    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    kept = {path.name for path in (tmp_path / "run").iterdir()}
-    (tmp_path / "run" / ".tmp-0123456789ab" / "params").mkdir(parents=True)
-    (tmp_path / "run" / ".tmp-0123456789ac.jsonl").write_text("{}")
-    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == kept
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", b'{"model": ', r"config.json is damaged \(.*\); restore it, or give another output directory"),
-        ("config.json", b"\xff\x00", r"config.json is damaged \(.*\); restore it"),
-        ("config.json", b"[]", "holds no training run"),
-        ("metrics.jsonl", b"\n", r"metrics.jsonl is damaged \(.*\); move it away to go on without it"),
-        ("metrics.jsonl", b'{"a": 1}\n', r"metrics.jsonl is damaged \(KeyError\('step'\)\); move it away"),
-        ("state/6/default/_METADATA", b"", r"state/6 is damaged \(.*\); remove it to go on from the checkpoint before"),
-    ],
-)
-def test_damaged_runs_are_refused(file, content, message, tmp_path, fake_step):
-    fake_step(lambda step: {})
-    train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    (tmp_path / "run" / file).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_in_place_of_the_run(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ValueError, match="run is not a directory; give another output directory"):
-        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-
-
-def test_a_run_belongs_to_one_process(tmp_path, fake_step):
-    def second(state):
-        with pytest.raises(ValueError, match="run is in use by another process; let it end"):
-            train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-
-    fake_step(lambda step: {}, after=second)
-    train(CONFIG, dataclasses.replace(RECIPE, epochs=0.4), SOURCE, tmp_path / "run")
-
-
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, fake_step, monkeypatch):
-    fake_step(lambda step: {})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
-    with pytest.raises(OSError, match=r"Cannot write .*state: the disk is full; free some space and run the same"):
-        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
-    assert checkpoints(tmp_path / "run") == []
-
-
-def test_load_of_a_run_without_a_model(tmp_path):
-    (tmp_path / "state").mkdir()
-    with pytest.raises(CheckpointError, match=r"a training run without a model yet; wait for its first checkpoint\.$"):
-        load(tmp_path)
-
-
-def test_load_of_a_run_says_what_to_load(unbroken):
-    with pytest.raises(CheckpointError, match=r"it is the directory of a training run; give .*unbroken/ema\.$"):
-        load(unbroken[0])
 
 
 @pytest.mark.parametrize("change", [{"buffer_size": 3}, {"encoder_depth": 2}, {"diffloss_w": 16}])
