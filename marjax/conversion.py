@@ -194,7 +194,7 @@ def _read_any(
             if options:
                 raise ValueError(f"it is an autoencoder, to which {', '.join(options)} mean nothing; leave them out")
             config, params = _vae(file, vae_scale, dtype)
-            alone = MARConfig(vae=config, vae_embed_dim=config.embed_dim, vae_stride=detection.stride(config))
+            alone = MARConfig(vae=config, vae_embed_dim=config.embed_dim, vae_stride=config.stride)
             return MARParams(mar=None, vae=params, config=alone), _Origin.of(source, file)
         if vae_scale is not None and vae_config is None:
             raise ValueError("--vae-scale belongs to an autoencoder; give one with --vae")

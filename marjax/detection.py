@@ -101,11 +101,6 @@ def detect_vae(shapes: Shapes, scale: float | None = None) -> VAEConfig:
     return config if scale is None else dataclasses.replace(config, scale=scale)
 
 
-def stride(config: VAEConfig) -> int:
-    """Pixels per latent position."""
-    return 2 ** (len(config.ch_mult) - 1)
-
-
 # The model.
 
 
@@ -145,7 +140,7 @@ def detect_mar(
     for field, value in told.items():
         _check_told(field, value, options, claims)
     if vae is not None:
-        claims["the autoencoder"] = {"vae_embed_dim": vae.embed_dim, "vae_stride": stride(vae)}
+        claims["the autoencoder"] = {"vae_embed_dim": vae.embed_dim, "vae_stride": vae.stride}
 
     match = _matching_preset(told, token_dim, grid)
     fields = {
@@ -154,8 +149,8 @@ def detect_mar(
         **_patches(token_dim, options, claims, match),
     }
     fields |= _sizes(grid * fields["patch_size"], grid, options, claims, match)
-    if vae is not None and stride(vae) != fields["vae_stride"]:
-        raise ValueError(f"the autoencoder has stride {stride(vae)}, but --vae-stride is {fields['vae_stride']}")
+    if vae is not None and vae.stride != fields["vae_stride"]:
+        raise ValueError(f"the autoencoder has stride {vae.stride}, but --vae-stride is {fields['vae_stride']}")
     base = recorded or match or MARConfig()
     free = {name: getattr(base, name) for name in (*_SAMPLING, "clip_denoised")}
     if args is not None and "num_sampling_steps" in args:
