@@ -157,8 +157,9 @@ def detect_mar(
         free["num_sampling_steps"] = str(args["num_sampling_steps"])
     if base.class_num != told["class_num"]:
         free["class_names"] = ()
-    if vae is None and base.vae is not None and base.vae.embed_dim == fields["vae_embed_dim"]:
-        vae = base.vae
+    if vae is None and base.vae is not None:
+        fits = (base.vae.embed_dim, base.vae.stride) == (fields["vae_embed_dim"], fields["vae_stride"])
+        vae = base.vae if fits else None
     return MARConfig(**{**fields, **free, **options, "vae": vae})
 
 
