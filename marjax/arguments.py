@@ -6,6 +6,7 @@ unlike arrays on a device, go wherever the weights are.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from marjax.types import DTYPES, Array, MARParams
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_NUM_ITER = 64
+LISTED_NAMES = 20  # an error message lists no more class names
 
 
 @struct.dataclass
@@ -262,7 +264,7 @@ def label_list(class_names: Sequence[str], class_num: int, text: str) -> list[in
     """Labels from a comma-separated list of class names and numbers, or "all".
 
     Raises:
-        ValueError: if an entry is neither; the message lists the names.
+        ValueError: if an entry is neither; the message lists the names, or of many those that are most like it.
     """
     if text.strip() == "all":
         return list(range(class_num))
@@ -271,7 +273,15 @@ def label_list(class_names: Sequence[str], class_num: int, text: str) -> list[in
     for entry in (part.strip() for part in text.split(",")):
         label = lookup.get(entry.lower(), int(entry) if entry.isdecimal() else -1)
         if not 0 <= label < class_num:
-            names = f" or one of {', '.join(class_names)}" if class_names else ""
+            names = _names_like(entry, class_names)
             raise ValueError(f"Unknown label {entry!r}; expected a number from 0 to {class_num - 1}{names}.")
         labels.append(label)
     return labels
+
+
+def _names_like(entry: str, class_names: Sequence[str]) -> str:
+    if len(class_names) <= LISTED_NAMES:
+        return f" or one of {', '.join(class_names)}" if class_names else ""
+    by_lower = {name.lower(): name for name in class_names}
+    close = difflib.get_close_matches(entry.lower(), by_lower, n=5, cutoff=0.5)
+    return f" or a class name{', such as ' if close else ''}{', '.join(by_lower[name] for name in close)}"

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from marjax import checkpoint, images
+from marjax import checkpoint, image_array, images
 from marjax.arguments import DEFAULT_BATCH_SIZE, label_list
 from marjax.cli_options import (
     add_model,
@@ -32,12 +32,14 @@ from marjax.sample import sample
 from marjax.types import Array, MARParams
 
 GRID_SUFFIX = ".png"
+MANY_CLASSES = 100  # a model with more does not draw all by default
 
 EXAMPLES = """examples:
   marjax sample                                              one image of every class, in grid.png
   marjax sample --labels "sneaker,bag,3" --out three.png     classes by name or number
   marjax sample --per-class 8 --seed 1 --cfg 3               a row of 8 images for every class
   marjax sample --per-class 1000 --out samples/              a directory of PNGs; run it again to resume
+  marjax sample --model mar_base --per-class 50 --out-npz samples.npz         50,000 images, as FID is computed on
   marjax sample --unconditional 16 --model runs/mine --weights raw
 """
 
@@ -47,13 +49,21 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("sample", help="generate images", description="Generate images.", epilog=EXAMPLES)
     parser.set_defaults(run=run)
     add_model(parser)
-    parser.add_argument("--labels", metavar="A,B,...", help='class names and numbers, or "all" (default: all)')
+    parser.add_argument(
+        "--labels", metavar="A,B,...", help='class names and numbers, or "all" (default, but for 1000 classes)'
+    )
     parser.add_argument("--per-class", type=positive, metavar="N", help="images of each label (default: 1)")
     parser.add_argument("--unconditional", type=positive, metavar="N", help="N images of no given class")
-    parser.add_argument(
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
         "--out",
         default="grid.png",
         help="a .png for one grid, anything else for a directory of PNGs, which can be resumed (default: %(default)s)",
+    )
+    target.add_argument(
+        "--out-npz",
+        metavar="FILE",
+        help="one array of all images and one of their labels, for evaluation suites; can be resumed",
     )
     add_sampling(parser)
 
@@ -141,13 +151,18 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError, TypeError, OSError: on bad input, before anything is computed.
     """
+    to_array = args.out_npz is not None
+    if to_array and Path(args.out_npz).suffix != image_array.SUFFIX:
+        raise ValueError(f"--out-npz {args.out_npz}: the name must end in {image_array.SUFFIX}.")
     to_grid = args.out.lower().endswith(GRID_SUFFIX)
     if not to_grid and Path(args.out).suffix.lower() in IMAGE_EXTENSIONS:
         raise ValueError(f"--out {args.out}: images are written as PNG; give a {GRID_SUFFIX} file or a directory.")
     source = locate_model(args.model, args.weights)
     header = checkpoint.describe(source)
     request = Request.from_args(args, header.config, *_requested(args, header.config))
-    if to_grid:
+    if to_array:
+        _sample_array(request, source, header, args.out_npz)
+    elif to_grid:
         _sample_grid(request, source, args.out, columns=args.per_class)
     else:
         _sample_directory(request, source, header, args.out)
@@ -159,6 +174,8 @@ def _requested(args: argparse.Namespace, config: MARConfig) -> tuple[np.ndarray 
         if args.labels is not None or args.per_class is not None:
             raise ValueError("--unconditional excludes --labels and --per-class; leave out either.")
         return None, args.unconditional
+    if args.labels is None and args.per_class is None and config.class_num > MANY_CLASSES:
+        raise ValueError(f"The model has {config.class_num} classes; choose some with --labels, or --labels all.")
     classes = label_list(config.class_names, config.class_num, "all" if args.labels is None else args.labels)
     if len(classes) * (args.per_class or 1) >= 2**31:
         raise ValueError(f"--per-class {args.per_class} of {len(classes)} labels: expected fewer than 2**31 images.")
@@ -176,13 +193,23 @@ def _sample_grid(request: Request, source: str, out: str, *, columns: int | None
     print(f"{out}: {request.count} images ({speed(request.count, watch)})")
 
 
+def _sample_array(request: Request, source: str, header: Header, out: str) -> None:
+    shape = (request.count, *image_shape(request.config))
+    with image_array.open_array(out, shape, request.labels, _identity(request, header)) as array:
+        if array.complete:
+            print(f"{out}: all {request.count} images were there already")
+            return
+        kept, watch = array.done, Stopwatch()
+        if kept < request.count:
+            for _, pixels in request.generate(checkpoint.load(source), np.arange(kept, request.count), watch):
+                array.append(pixels)
+        array.finish()
+    print(f"{out}: {_written(request.count - kept, kept, watch)}")
+
+
 def _sample_directory(request: Request, source: str, header: Header, out: str) -> None:
-    labels = None if request.labels is None else request.labels.tolist()
-    options = {
-        **{"model": _fingerprint(header), "seed": request.seed, "count": request.count, "labels": labels},
-        **request.settings,
-    }
-    directory = images.ImageDirectory(Path(out), request.class_names, image_shape(request.config), options)
+    shape, options = image_shape(request.config), _identity(request, header)
+    directory = images.ImageDirectory(Path(out), request.class_names, shape, options)
     missing, watch = directory.missing(), Stopwatch()
     kept = request.count - len(missing)
     if not missing.size:
@@ -192,7 +219,18 @@ def _sample_directory(request: Request, source: str, header: Header, out: str) -
     for indices, pixels in request.generate(checkpoint.load(source), missing, watch):
         for index, image in zip(indices.tolist(), pixels, strict=True):
             directory.write(index, image)
-    print(f"{out}: {len(missing)} images written, {kept} kept ({speed(len(missing), watch)})")
+    print(f"{out}: {_written(len(missing), kept, watch)}")
+
+
+def _written(count: int, kept: int, watch: Stopwatch) -> str:
+    return f"{count} images written, {kept} kept" + (f" ({speed(count, watch)})" if count else "")
+
+
+def _identity(request: Request, header: Header) -> dict[str, Any]:
+    """Everything that determines the images, as JSON values."""
+    labels = None if request.labels is None else request.labels.tolist()
+    facts = {"model": _fingerprint(header), "seed": request.seed, "count": request.count, "labels": labels}
+    return {**facts, **request.settings}
 
 
 def _fingerprint(header: Header) -> str:

@@ -7,8 +7,10 @@ MAR paper (arXiv 2406.11838) and from the commands in the reference README.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
+from importlib import resources
 from typing import Any
 
 from marjax.noise_schedule import kept_timesteps
@@ -90,7 +92,7 @@ class MARConfig:
     cfg: float = 1.0
     cfg_schedule: str = "linear"
     temperature: float = 1.0
-    class_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # they would drown the rest
     vae: VAEConfig | None = None
 
     def __post_init__(self):
@@ -197,6 +199,16 @@ def _check_fields(cls: type, values: dict[str, Any]) -> None:
         raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}.")
 
 
+FASHION_MNIST_CLASSES = (
+    *("t-shirt", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+)
+# Index = label of ILSVRC 2012; source and licence are in NOTICE.
+IMAGENET_CLASSES: tuple[str, ...] = tuple(
+    json.loads((resources.files("marjax") / "assets" / "imagenet_classes.json").read_text(encoding="utf-8"))
+)
+
+
 def _latent_model(dim: int, depth: int, heads: int, head_depth: int, head_width: int, cfg: float) -> MARConfig:
     return MARConfig(
         encoder_embed_dim=dim,
@@ -209,13 +221,9 @@ def _latent_model(dim: int, depth: int, heads: int, head_depth: int, head_width:
         diffloss_w=head_width,
         cfg=cfg,
         vae=VAEConfig(),
+        class_names=IMAGENET_CLASSES,
     )
 
-
-FASHION_MNIST_CLASSES = (
-    *("t-shirt", "trouser", "pullover", "dress", "coat"),
-    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-)
 
 PRESETS: dict[str, MARConfig] = {
     # Table 3 of the paper and the evaluation commands of the reference README (cfg, temperature, head size).

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 import zlib
 from collections.abc import Callable
@@ -25,24 +24,21 @@ import numpy as np
 from jax import lax, shard_map
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from marjax import codec, vae
+from marjax import codec, growing, vae
 from marjax.checkpoint import tree_fingerprint
 from marjax.config import VAEConfig
 from marjax.data import ImageFolder
-from marjax.files import atomic_write, extend
-from marjax.header import checksum
+from marjax.files import atomic_write, locked
 from marjax.latents import (
     CHECKSUMS_FILE,
     HEADER_FILE,
     LABELS_FILE,
     MOMENTS_FILE,
-    NPY_HEADER,
     PROGRESS_FILE,
     STORED_DTYPES,
     Encoding,
     LatentHeader,
     is_cache,
-    npy_header,
     read_header,
 )
 from marjax.types import DTYPES, Array, PyTree, cast_matrices
@@ -80,7 +76,7 @@ def encode_folder(
 
     Raises:
         ValueError: if an argument is out of range, a file is no image, the moments do not fit `dtype`, or `out` holds
-            another cache or something else.
+            another cache or something else, or is in use by another process.
         OSError: if the disk refuses (see `marjax.files`).
     """
     if batch_size < 1:
@@ -98,11 +94,14 @@ def encode_folder(
         **{"vae": config, "vae_fingerprint": tree_fingerprint(params)},
         **{"compute_dtype": compute_dtype, "dtype": dtype, "scale": scale},
     )
-    cache = _Cache.claim(Path(out), encoding)
-    if cache.done < len(source):
-        params = cast_matrices(params, DTYPES[compute_dtype])
-        cache = _fill(cache, source, params, batch_size, progress or (lambda done: None))
-    return cache.finish(source.labels)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        cache = _Cache.claim(out, encoding)
+        if cache.done < len(source):
+            params = cast_matrices(params, DTYPES[compute_dtype])
+            cache = _fill(cache, source, params, batch_size, progress or (lambda done: None))
+        return cache.finish(source.labels)
 
 
 def _fill(
@@ -164,7 +163,6 @@ class _Cache:
         Raises:
             ValueError: if `path` holds another cache, or something else.
         """
-        path.mkdir(parents=True, exist_ok=True)
         if not is_cache(path) and any(not entry.name.startswith(".") for entry in path.iterdir()):
             raise ValueError(f"{path} is not empty and holds no cached latents; give another directory.")
         cache = cls(path, encoding)
@@ -172,7 +170,7 @@ class _Cache:
             cache._check(read_header(path).encoding.to_dict())
             cache = dataclasses.replace(cache, done=encoding.num_images)
         elif (path / PROGRESS_FILE).is_file():
-            before = _read_progress(path / PROGRESS_FILE)
+            before = growing.read_record(path / PROGRESS_FILE)
             if before["done"]:  # else nothing would be lost
                 cache._check(before["encoding"])
                 statistics = LatentStatistics(**before["statistics"])
@@ -201,13 +199,8 @@ class _Cache:
                 "autoencoder's weights."
             )
         sums = np.array([[zlib.crc32(side) for side in image] for image in stored], np.uint32)
-        for name, array, shape in (
-            (MOMENTS_FILE, stored, self.encoding.shape),
-            (CHECKSUMS_FILE, sums, self.encoding.shape[:2]),
-        ):
-            header = npy_header(array.dtype, shape)
-            content, start = array.tobytes(), NPY_HEADER + self.done * array[0].nbytes
-            extend(self.path / name, *((content, start) if self.done else (header + content, 0)))
+        for name, array in ((MOMENTS_FILE, stored), (CHECKSUMS_FILE, sums)):
+            growing.append(self.path / name, array, self.done, self.encoding.num_images)
         after = dataclasses.replace(self, done=self.done + len(stored), statistics=statistics)
         after._record()
         return after
@@ -217,7 +210,7 @@ class _Cache:
         file = self.path / HEADER_FILE
         if not file.is_file():
             with atomic_write(self.path / LABELS_FILE) as temporary:
-                temporary.write_bytes(npy_header(labels.dtype, labels.shape) + labels.tobytes())
+                temporary.write_bytes(growing.npy_header(labels.dtype, labels.shape) + labels.tobytes())
             files = (self.path / name for name in (LABELS_FILE, CHECKSUMS_FILE))
             digests = {part.name: hashlib.sha256(part.read_bytes()).hexdigest() for part in files}
             header = LatentHeader(encoding=self.encoding, std=self.statistics.std, digests=digests)
@@ -229,8 +222,7 @@ class _Cache:
     def _record(self) -> None:
         values = {"encoding": self.encoding.to_dict(), "done": self.done}
         values["statistics"] = dataclasses.asdict(self.statistics)
-        with atomic_write(self.path / PROGRESS_FILE) as temporary:
-            temporary.write_text(json.dumps({**values, "checksum": checksum(values)}), encoding="utf-8")
+        growing.write_record(self.path / PROGRESS_FILE, values)
 
     def _check(self, before: dict[str, Any]) -> None:
         now = self.encoding.to_dict()
@@ -239,14 +231,3 @@ class _Cache:
                 f"{self.path} holds latents of another encoding (different: {', '.join(changed)}); give the same "
                 "options and images to go on with it, or another directory."
             )
-
-
-def _read_progress(file: Path) -> dict[str, Any]:
-    try:
-        values = dict(json.loads(file.read_bytes()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not a JSON object ({error}); give another directory.") from error
-    recorded = values.pop("checksum", None)
-    if recorded != checksum(values):
-        raise ValueError(f"{file} does not match its checksum, so it was damaged or edited; give another directory.")
-    return values

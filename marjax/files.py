@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -97,6 +98,24 @@ def atomic_dir(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
             _flush(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Context manager that has a directory for this process alone.
+
+    Raises:
+        ValueError: if another process has it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{path} is in use by another process; let it end, or give another directory.") from error
+        yield
+    finally:
+        os.close(descriptor)  # which frees the lock
 
 
 def sha256(path: Path) -> str:

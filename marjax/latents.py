@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import struct
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from marjax.config import VAEConfig
+from marjax.growing import NPY_HEADER, npy_header
 from marjax.header import checksum
 from marjax.version import __version__
 
 FORMAT, FORMAT_VERSION = "marjax-latents", 1
 HEADER_FILE, PROGRESS_FILE = "latents.json", "progress.json"
 MOMENTS_FILE, LABELS_FILE, CHECKSUMS_FILE = "moments.npy", "labels.npy", "checksums.npy"
-NPY_HEADER = 128  # bytes before the data of our .npy files
 STORED_DTYPES = ("float32", "float16")
 
 
@@ -239,10 +238,3 @@ def read_header(path: Path) -> LatentHeader:
         return LatentHeader.from_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} {error}; encode the images again.") from error
-
-
-def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """What an array's .npy file starts with: NumPy's format, version 1.0, always `NPY_HEADER` bytes long."""
-    text = repr({"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": shape})
-    length = NPY_HEADER - 10
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

@@ -9,9 +9,7 @@ ema/, raw/      models that `marjax.load` reads
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +19,7 @@ import jax
 from flax import traverse_util
 
 from marjax import checkpoint
-from marjax.files import atomic_write, check_room
+from marjax.files import atomic_write, check_room, locked
 from marjax.types import MARParams, PyTree
 
 _CONFIG_FILE, _METRICS_FILE = "config.json", "metrics.jsonl"
@@ -73,7 +71,7 @@ def open_run(path: Path, document: Mapping[str, Any]) -> Iterator[Run]:
 
     path.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with _locked(path):
+    with locked(path):
         for leftover in path.glob(".tmp-*"):  # of a run that was killed while it wrote
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not (path / _CONFIG_FILE).exists():
@@ -81,19 +79,6 @@ def open_run(path: Path, document: Mapping[str, Any]) -> Iterator[Run]:
                 temporary.write_text(json.dumps(document, indent=1))
         with ocp.CheckpointManager((path / checkpoint.RUN_STATE).absolute(), options=options) as manager:
             yield Run(path, manager)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{path} is in use by another process; let it end, or give another directory.") from error
-        yield
-    finally:
-        os.close(descriptor)  # which frees the lock
 
 
 class Run:

@@ -81,6 +81,9 @@ def test_presets_of_the_paper():
         assert (config.diffloss_d, config.diffloss_w, config.cfg) == (head_depth, head_width, cfg)
         assert (config.buffer_size, config.class_num, config.num_sampling_steps) == (64, 1000, "100")
         assert not config.clip_denoised and config.vae == VAEConfig()
+        names = [config.class_names[label] for label in (0, 207, 281, 817, 999)]
+        assert names == ["tench", "Golden Retriever", "tabby cat", "sports car", "toilet paper"]
+        assert "tench" not in repr(config)
     assert get_preset("fashion_mnist").class_names == FASHION_MNIST_CLASSES
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from helpers import TINY_VAE, fake_encoder, make_images, random_vae
 
-from marjax import codec, encode, vae
+from marjax import codec, encode, growing, vae
 from marjax.data import ImageFolder, open_source
 from marjax.encode import encode_folder
-from marjax.files import extend
+from marjax.files import atomic_write, extend
+from marjax.growing import npy_header
 from marjax.header import checksum
-from marjax.latents import LatentSource, npy_header
+from marjax.latents import LatentSource
 
 FILES = ["checksums.npy", "labels.npy", "latents.json", "moments.npy"]
 BATCH = 2  # of five images: two whole batches and a rest
@@ -169,7 +170,7 @@ class Killed(BaseException):
 
 def writes(monkeypatch, kill_at: int, how: str):
     """Counts the writes to disk, and ends the run in the middle of one of them."""
-    count, real_extend, real_write = [], extend, encode.atomic_write
+    count, real_extend, real_write = [], extend, atomic_write
 
     def dies(name):
         count.append(name)
@@ -200,8 +201,9 @@ def writes(monkeypatch, kill_at: int, how: str):
             if self.fatal:
                 raise Killed
 
-    monkeypatch.setattr(encode, "extend", fake_extend)
-    monkeypatch.setattr(encode, "atomic_write", FakeWrite)
+    monkeypatch.setattr(growing, "extend", fake_extend)
+    for module in (growing, encode):
+        monkeypatch.setattr(module, "atomic_write", FakeWrite)
     return count
 
 

@@ -20,11 +20,12 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 # A module may import those to its left; those in a subpackage count as the subpackage.
 ORDER = (
-    *("version", "files", "noise_schedule", "config", "types", "header", "latents"),
+    *("version", "files", "noise_schedule", "config", "types", "header", "growing", "latents"),
     *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
     *("schedule", "kernels", "accel", "decode", "arguments", "sample", "inpaint"),
     *("checkpoint", "convert", "convert_vae", "torch_files", "detection", "conversion"),
-    *("idx", "data", "encode", "images", "objective", "optimizer", "metrics", "run_dir", "train_step", "train"),
+    *("idx", "data", "encode", "images", "image_array"),
+    *("objective", "optimizer", "metrics", "run_dir", "train_step", "train"),
     *("compilation", "cli_options", "cli_sample", "cli_inpaint", "cli_eval", "cli_encode", "cli_train", "cli_convert"),
     *("cli", "__init__", "__main__"),
 )

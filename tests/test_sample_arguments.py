@@ -13,7 +13,7 @@ from sample_helpers import CONFIG, KEY, LABELS, OPTIONS, PARAMS, sample
 import marjax
 from marjax import codec
 from marjax.arguments import label_list
-from marjax.config import VAEConfig
+from marjax.config import VAEConfig, get_preset
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,13 @@ def test_labels_by_name():
     for text in ("hat", "3", "", "-1"):
         with pytest.raises(ValueError, match=r"Unknown label .*expected a number from 0 to 2 or one of t-shirt, Bag"):
             label_list(names, 3, text)
+
+
+def test_labels_of_many_classes():
+    names = get_preset("mar_base").class_names
+    assert label_list(names, 1000, "golden retriever, 3,crane (bird)") == [207, 3, 134]
+    for text, close in (("golden retriver", ", such as Golden Retriever.*"), ("zzzzzzzz", "")):
+        pattern = rf"Unknown label '{text}'; expected a number from 0 to 999 or a class name{close}\.$"
+        with pytest.raises(ValueError, match=pattern) as refused:
+            label_list(names, 1000, text)
+        assert len(str(refused.value)) < 250

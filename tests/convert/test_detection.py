@@ -51,7 +51,9 @@ def test_arguments_of_a_training_run():
 @pytest.mark.parametrize("name", ["mar_base", "mar_large", "mar_huge"])
 def test_the_reference_model_in_the_arguments_tells_the_heads(name):
     """Also with another head, image size and number of classes than the preset's."""
-    wanted = dataclasses.replace(PRESETS[name], diffloss_d=3, img_size=512, vae_stride=32, vae=None, class_num=10)
+    wanted = dataclasses.replace(
+        PRESETS[name], diffloss_d=3, img_size=512, vae_stride=32, vae=None, class_num=10, class_names=()
+    )
     args = {**BASE_ARGS, "model": name, "diffloss_d": 3, "diffloss_w": wanted.diffloss_w}
     config = detect_mar(shapes_of(wanted), args={**args, "img_size": 512, "vae_stride": 32, "class_num": 10})
     assert config == dataclasses.replace(wanted, cfg=1.0)
@@ -119,7 +121,7 @@ def test_mlp_ratio(ratio):
 def test_heads_stay_open():
     expected = "encoder_num_heads cannot be told from the arrays, and no preset has exactly these; give --num-heads, a"
     assert refused(SMALL, args=SMALL_ARGS) == f"{expected} divisor of 24"
-    almost = dataclasses.replace(BASE, class_num=999)
+    almost = dataclasses.replace(BASE, class_num=999, class_names=())
     assert refused(almost) == f"{expected} divisor of 768"
     options = {"encoder_num_heads": 3, "patch_size": 1, "img_size": 16}
     assert "decoder_num_heads cannot be told from the arrays" in refused(SMALL, options=options)
