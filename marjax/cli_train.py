@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from marjax import checkpoint, mar
 from marjax.cli_options import add_fields, check_writable, image_shape, load_vae, locate_model, with_options
 from marjax.compilation import Stopwatch
-from marjax.config import PRESETS, MARConfig, get_preset
+from marjax.config import IMAGENET_CLASSES, PRESETS, MARConfig, get_preset
 from marjax.data import ImageFolder, Source, open_source
 from marjax.latents import LatentSource
 from marjax.train import TrainConfig, train
 from marjax.types import MARParams, PyTree, cast_matrices
 
 DEFAULT_PRESET = "fashion_mnist"
+IMAGENET_ENDS = ("n01440764", "n15075141")  # its first and last directory; their order is that of the labels
 
 EXAMPLES = """examples:
   marjax train --preset fashion_mnist --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --no-flip
@@ -114,6 +115,8 @@ def _named_classes(config: MARConfig, source: Source, args: argparse.Namespace) 
     if not isinstance(source, ImageFolder | LatentSource):
         return config if args.preset or args.init_from else dataclasses.replace(config, class_names=())
     names = source.class_names if source.num_classes == config.class_num else ()
+    if len(names) == len(IMAGENET_CLASSES) and (names[0], names[-1]) == IMAGENET_ENDS:
+        names = IMAGENET_CLASSES
     return dataclasses.replace(config, class_names=names)
 
 

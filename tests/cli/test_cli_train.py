@@ -17,7 +17,7 @@ from PIL import Image
 
 from marjax import cli_train
 from marjax.checkpoint import describe, load, save
-from marjax.config import FASHION_MNIST_CLASSES
+from marjax.config import FASHION_MNIST_CLASSES, IMAGENET_CLASSES
 from marjax.images import to_uint8
 from marjax.sample import sample
 
@@ -136,6 +136,20 @@ def test_train_takes_class_names_from_class_directories(marjax, trained):
     assert marjax(*command)[0] == 0  # of ten classes, two are there: Fashion-MNIST's names would be wrong
     assert marjax(*command, "--class-num", 2, "--class-names", "a, b")[0] == 0
     assert [call["config"].class_names for call in trained] == [("cats", "dogs"), (), ("a", "b")]
+
+
+def test_train_knows_the_directories_of_imagenet(marjax, trained):
+    ends, inner = ("n01440764", "n15075141"), [f"n{number:08}" for number in range(2_000_000, 2_000_998)]
+    for name in (*ends, *inner):
+        Path("imagenet/train", name).mkdir(parents=True)
+        Path("imagenet/train", name, "0.png").touch()
+    Image.new("L", (8, 8)).save(Path("imagenet/train", ends[0], "0.png"))
+    command = ("train", "--data", "imagenet", "--out", "run", "--img-size", 8)
+    assert marjax(*command, "--class-num", 1000)[0] == 0
+    Path("imagenet/train", ends[1]).rename("imagenet/train/n99999999")
+    assert marjax(*command, "--class-num", 1000)[0] == 0
+    known, other = (call["config"].class_names for call in trained)
+    assert known == IMAGENET_CLASSES and other == (ends[0], *inner, "n99999999")
 
 
 def test_train_names_the_classes_of_idx_files_only_on_demand(marjax, tmp_path, trained):
