@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import json
@@ -34,7 +33,7 @@ from flax import traverse_util
 
 from marjax import mar, vae
 from marjax.config import MARConfig, get_preset
-from marjax.files import atomic_dir, atomic_write, check_room
+from marjax.files import atomic_dir, atomic_write, check_room, tensorstore_errors
 from marjax.files import sha256 as _digest_file
 from marjax.header import FORMAT, Header, Leaf
 from marjax.types import MARParams, PyTree, cast_matrices
@@ -56,6 +55,7 @@ def save(
     params: MARParams,
     path: str | os.PathLike[str],
     *,
+    dtype: str | None = None,
     preset: str | None = None,
     provenance: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -65,6 +65,7 @@ def save(
     Args:
         params: the model.
         path: the directory to make; its parent must exist.
+        dtype: "float32" or "bfloat16" casts the kernels; None keeps them. Other leaves are float32 always.
         preset: name of the preset that `params.config` comes from, kept for information.
         provenance: where the weights come from; JSON values only.
         overwrite: replace an existing checkpoint. A directory that holds anything else is refused.
@@ -85,7 +86,7 @@ def save(
             raise CheckpointError(
                 f"Cannot write {path}: overwriting would delete {min(others)}, which is in it; choose another name."
             )
-    header, arrays = _pack(params, preset, provenance)
+    header, arrays = _pack(params, dtype, preset, provenance)
     with atomic_dir(path, overwrite=overwrite) as temporary:
         _write_arrays(temporary / _ARRAYS_DIR, arrays)
         files = (file for file in sorted((temporary / _ARRAYS_DIR).rglob("*")) if file.is_file())
@@ -108,7 +109,7 @@ def save_file(
     Args:
         params: the model.
         path: the file to make, ending in ".safetensors"; its folder must exist.
-        dtype: "float32" or "bfloat16" casts the kernels; None keeps them. Other leaves are float32 always.
+        dtype: as for `save`.
         preset: as for `save`.
         provenance: as for `save`.
         overwrite: replace an existing file.
@@ -121,11 +122,9 @@ def save_file(
 
     if Path(path).suffix != SUFFIX:
         raise CheckpointError(f"Cannot write {path}: the name must end in {SUFFIX}; use save for a directory.")
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"Cannot write {path}: dtype={dtype!r} must be None or one of {', '.join(DTYPES)}.")
     if not overwrite and os.path.lexists(path):
         raise FileExistsError(f"Cannot write {path}: it exists; choose another name or ask to overwrite it.")
-    header, arrays = _pack(params, preset, provenance, dtype)
+    header, arrays = _pack(params, dtype, preset, provenance)
     header = dataclasses.replace(header, digests={name: _digest(array) for name, array in arrays.items()})
     content = safetensors.numpy.save(arrays, metadata={FORMAT: header.to_json()})
     with atomic_write(path) as temporary:
@@ -184,11 +183,13 @@ def tree_fingerprint(tree: PyTree) -> str:
 
 
 def _pack(
-    params: MARParams, preset: str | None, provenance: Mapping[str, Any] | None, dtype: str | None = None
+    params: MARParams, dtype: str | None, preset: str | None, provenance: Mapping[str, Any] | None
 ) -> tuple[Header, dict[str, np.ndarray]]:
     """A model as header (without digests) and named arrays, checked as `load` will check them."""
     if not isinstance(params, MARParams):
         raise CheckpointError(f"Cannot save a {type(params).__name__}; give a marjax.MARParams.")
+    if dtype not in (None, *DTYPES):
+        raise CheckpointError(f"Cannot save as dtype={dtype!r}; expected None or one of {', '.join(DTYPES)}.")
     if preset is not None:
         get_preset(preset)
     try:
@@ -219,12 +220,9 @@ def _write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
     check_room(directory, sum(array.nbytes for array in arrays.values()))
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            views = {name: array.view(_Unchanging) for name, array in arrays.items()}
-            checkpointer.save(directory, traverse_util.unflatten_dict(views, sep="/"))
-    except ValueError as error:  # how tensorstore, below orbax, reports that a file cannot be written
-        raise OSError(errno.EIO, str(error)) from error
+    with tensorstore_errors(directory), ocp.StandardCheckpointer() as checkpointer:
+        views = {name: array.view(_Unchanging) for name, array in arrays.items()}
+        checkpointer.save(directory, traverse_util.unflatten_dict(views, sep="/"))
 
 
 # Reading.

@@ -10,10 +10,12 @@ import argparse
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or what the module's description says.
     """
+    if argv is None:  # the process is ours
+        _quiet_libraries()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser().parse_args(dashed(argv), argparse.Namespace(argv=argv))
@@ -74,6 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(code: int, error: Exception | str) -> int:
     print("marjax:", " ".join(str(error).split()), file=sys.stderr)
     return code
+
+
+def _quiet_libraries() -> None:
+    """What orbax and tensorstore raise becomes one sentence; their logs and late callbacks would bury it in pages."""
+    if os.environ.get("MARJAX_TRACEBACK"):
+        return
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _use_cache() -> None:

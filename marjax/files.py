@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -161,7 +162,21 @@ def check_room(path: str | os.PathLike[str], num_bytes: int) -> None:
         OSError: ENOSPC, if less is free.
     """
     if shutil.disk_usage(Path(path).parent).free < num_bytes:
-        raise OSError(errno.ENOSPC, f"Cannot write {path}: {_ADVICE[errno.ENOSPC]}.")
+        raise _refused(path, errno.ENOSPC)
+
+
+@contextlib.contextmanager
+def tensorstore_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context manager that re-raises what tensorstore, below orbax, says about the disk as one sentence about `path`.
+
+    Raises:
+        OSError: in place of a ValueError of the block.
+    """
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        raise _refused(path, int(code[1]) if code else errno.EIO) from error
 
 
 def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -205,6 +220,12 @@ def _named_errors(path: str | os.PathLike[str], target: Path, temporary: Path) -
         name = str(error.filename or temporary)
         if error.errno not in _ADVICE or not (name == str(target) or name.startswith(str(temporary))):
             raise
-        named = type(error)(f"Cannot write {path}: {_ADVICE[error.errno]}.")
-        named.errno = error.errno
-        raise named from error
+        raise _refused(path, error.errno) from error
+
+
+def _refused(path: str | os.PathLike[str], number: int) -> OSError:
+    """The error of that number, as one sentence."""
+    kind = type(OSError(number, ""))  # PermissionError, ...
+    error = kind(f"Cannot write {path}: {_ADVICE.get(number, os.strerror(number))}.")
+    error.errno = number
+    return error

@@ -19,7 +19,7 @@ import jax
 from flax import traverse_util
 
 from marjax import checkpoint
-from marjax.files import atomic_write, check_room, locked
+from marjax.files import atomic_write, check_room, locked, tensorstore_errors
 from marjax.types import MARParams, PyTree
 
 _CONFIG_FILE, _METRICS_FILE = "config.json", "metrics.jsonl"
@@ -121,8 +121,9 @@ class Run:
         # From the host: orbax would cut arrays that several devices hold into slices, and compile that per shape.
         arrays = jax.device_get(state)
         check_room(self.path / checkpoint.RUN_STATE, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
-        self._manager.save(step, args=ocp.args.StandardSave(arrays))
-        self._manager.wait_until_finished()
+        with tensorstore_errors(self.path / checkpoint.RUN_STATE):
+            self._manager.save(step, args=ocp.args.StandardSave(arrays))
+            self._manager.wait_until_finished()
 
     def export(self, name: str, model: MARParams, provenance: Mapping[str, Any]) -> None:
         """Replaces the model `name`, one of `checkpoint.RUN_MODELS`."""

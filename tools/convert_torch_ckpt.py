@@ -12,4 +12,5 @@ import sys
 from marjax.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", *sys.argv[1:]]))
+    sys.argv.insert(1, "convert")
+    sys.exit(main())

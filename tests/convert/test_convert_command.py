@@ -296,7 +296,7 @@ def test_autoencoder_of_latent_diffusion(refused, tmp_path):
 def test_full_disk_leaves_nothing(refused, monkeypatch, tmp_path):
     write_small("small.safetensors")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     message = refused("small.safetensors", "out", *SMALL_OPTIONS)
     assert "Cannot write out: the disk is full; free some space or write elsewhere." in message
 
