@@ -184,7 +184,7 @@ def test_kill_train(tmp_path):
             remove(run)
 
     assert kills(tmp_path, words, check, seed=3) >= KILLS // 4
-    assert len(set(steps)) > 1  # they went on from one another
+    assert len(set(steps)) > 2 or KILLS < 20  # they went on from one another
 
 
 @pytest.mark.slow
