@@ -50,7 +50,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
     add_model(parser)
     parser.add_argument(
-        "--labels", metavar="A,B,...", help='class names and numbers, or "all" (default, but for 1000 classes)'
+        "--labels", metavar="A,B,...", help=f'class names and numbers, or "all" (default, up to {MANY_CLASSES} classes)'
     )
     parser.add_argument("--per-class", type=positive, metavar="N", help="images of each label (default: 1)")
     parser.add_argument("--unconditional", type=positive, metavar="N", help="N images of no given class")
