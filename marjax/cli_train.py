@@ -26,11 +26,14 @@ from marjax.types import MARParams, PyTree, cast_matrices
 DEFAULT_PRESET = "fashion_mnist"
 
 EXAMPLES = """examples:
-  marjax train --preset fashion_mnist --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --no-flip
-  marjax train --data photos/ --out runs/photos --img-size 32 --vae-embed-dim 3 --class-num 5
-  marjax train --data fashion-mnist/ --out runs/more --init-from fashion_mnist --lr 1e-4 --save-file more.safetensors
+  marjax train --data fashion-mnist/ --out runs/mine --batch-size 64 --epochs 20 --warmup-epochs 1 --lr 5e-4
+  marjax train --data photos/ --out runs/photos --batch-size 64 --img-size 32 --vae-embed-dim 3 --class-num 5
+  marjax train --data fashion-mnist/ --out runs/more --batch-size 64 --epochs 1 --warmup-epochs 0 --lr 1e-4 \\
+      --init-from fashion_mnist --save-file more.safetensors
 
-The same command resumes a run that was interrupted; with more --epochs it prolongs one.
+The same command resumes a run that was interrupted; with more --epochs it prolongs one. Defaults are the reference's,
+for ImageNet on many GPUs: batches of 2048, of which each image counts 4 times (--diffusion-batch-mul), and 100 epochs
+of warm-up.
 """
 
 
@@ -85,7 +88,13 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.save_file)
 
     provenance = {"command": shlex.join(["marjax", *args.argv])}
-    total = recipe.steps(recipe.epochs, len(source))
+    total, warmup = recipe.steps(recipe.epochs, len(source)), recipe.optimizer.warmup_epochs
+    if warmup >= recipe.epochs:
+        print(
+            f"marjax: note: the learning rate still rises at the end: --warmup-epochs {warmup:g} are not less than the "
+            f"--epochs {recipe.epochs:g}.",
+            file=sys.stderr,
+        )
     with Stopwatch() as watch, _progress(total) as progress:
         model = train(config, recipe, source, args.out, init_from=initial, provenance=provenance, progress=progress)
     facts = checkpoint.describe(Path(args.out, "ema")).provenance
