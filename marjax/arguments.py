@@ -126,7 +126,8 @@ def _integers(name: str, values: Any) -> Array | np.ndarray:
     if array.ndim != 1 or array.shape[0] == 0:
         raise ValueError(f"{name} must be a non-empty list or 1-D array of integers, got shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}.")
+        names = "; a name's label is its position in params.config.class_names" if array.dtype.kind == "U" else ""
+        raise TypeError(f"{name} must be integers, got {array.dtype}{names}.")
     return array
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from flax import traverse_util
 
 from marjax import mar, vae
-from marjax.config import MARConfig, get_preset
+from marjax.config import PRESETS, MARConfig, get_preset
 from marjax.files import atomic_dir, atomic_write, check_room, tensorstore_errors
 from marjax.files import sha256 as _digest_file
 from marjax.header import FORMAT, Header, Leaf
@@ -240,8 +240,9 @@ def _located(source: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             mode = os.stat(path).st_mode
         except FileNotFoundError as error:
+            without = "it is a preset, of which no weights ship" if source in PRESETS else "no such path"
             raise CheckpointError(
-                f"Cannot load '{source}': no such path; give a checkpoint directory, a {SUFFIX} file, "
+                f"Cannot load '{source}': {without}; give a checkpoint directory, a {SUFFIX} file, "
                 f"or the name of a shipped model ({', '.join(SHIPPED)})."
             ) from error
         except (OSError, ValueError) as error:

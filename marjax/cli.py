@@ -1,7 +1,8 @@
 """The command line: parser, exit codes, and `marjax info`.
 
-Bad input ends with exit code 2 and one sentence on stderr, a diverged training run with 1, Ctrl-C with 130. Anything
-else that goes wrong is a bug, and shows its traceback; with $MARJAX_TRACEBACK set, so does bad input.
+Bad input ends with exit code 2 and one sentence on stderr, a diverged training run or too little memory with 1, Ctrl-C
+with 130. Anything else that goes wrong is a bug, and shows its traceback; with $MARJAX_TRACEBACK set, so do bad input
+and too little memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from marjax.train import NonFiniteLossError
 from marjax.types import count_params
 from marjax.version import __version__
 
-BAD_INPUT, DIVERGED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 EPILOG = """examples:
   marjax sample --per-class 8 --out grid.png
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # --help and --version
         return done.code
     except NonFiniteLossError as error:
-        return _fail(DIVERGED, error)
+        return _fail(FAILED, error)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -70,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MARJAX_TRACEBACK"):
             raise
         return _fail(BAD_INPUT, error)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) or os.environ.get("MARJAX_TRACEBACK"):
+            raise
+        return _fail(FAILED, f"{str(error).partition(chr(10))[0]} Too little memory; lower --batch-size.")
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted.")
     return 0

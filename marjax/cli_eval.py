@@ -18,6 +18,7 @@ from marjax.latents import LatentSource
 from marjax.version import __version__
 
 NEIGHBOURS = 3  # of precision and recall
+FEW_IMAGES = 2000  # below, the bias of the Fréchet distance is larger than what it is to show
 
 EXAMPLES = """examples:
   marjax eval --data fashion-mnist/
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     table = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in scores.items()}
     for name, value in {**table, "speed": speed(request.count, watch)}.items():
         print(f"{name.replace('_', ' '):18}{value}")
+    if request.count < FEW_IMAGES:
+        print(f"note: of {request.count} images, the Fréchet distance is too large; compare equal numbers only")
     document = {
         **scores,
         **{"num_real_images": len(real), "seconds_per_image": watch.work_seconds / request.count},

@@ -28,12 +28,15 @@ DEFAULT_PRESET = "fashion_mnist"
 IMAGENET_ENDS = ("n01440764", "n15075141")  # its first and last directory; their order is that of the labels
 
 EXAMPLES = """examples:
-  marjax train --preset fashion_mnist --data fashion-mnist/ --out runs/mine --epochs 20 --batch-size 64 --no-flip
-  marjax train --data photos/ --out runs/photos --img-size 32 --vae-embed-dim 3 --class-num 5
-  marjax train --data fashion-mnist/ --out runs/more --init-from fashion_mnist --lr 1e-4 --save-file more.safetensors
+  marjax train --data fashion-mnist/ --out runs/mine --batch-size 64 --epochs 20 --warmup-epochs 1 --lr 5e-4
+  marjax train --data photos/ --out runs/photos --batch-size 64 --img-size 32 --vae-embed-dim 3 --class-num 5
+  marjax train --data fashion-mnist/ --out runs/more --batch-size 64 --epochs 1 --warmup-epochs 0 --lr 1e-4 \\
+      --init-from fashion_mnist --save-file more.safetensors
   marjax train --data latents/ --out runs/mar --preset mar_large --diffloss-d 3 --diffloss-w 1024 --remat
 
-The same command resumes a run that was interrupted; with more --epochs it prolongs one.
+The same command resumes a run that was interrupted; with more --epochs it prolongs one. Defaults are the reference's,
+for ImageNet on many GPUs: batches of 2048, of which each image counts 4 times (--diffusion-batch-mul), and 100 epochs
+of warm-up.
 """
 
 
@@ -98,7 +101,13 @@ def run(args: argparse.Namespace) -> None:
     options = {} if args.vae_path is None else {"vae": load_vae(args.vae_path)[1]}
 
     provenance = {"command": shlex.join(["marjax", *args.argv])}
-    total = recipe.steps(recipe.epochs, len(source))
+    total, warmup = recipe.steps(recipe.epochs, len(source)), recipe.optimizer.warmup_epochs
+    if warmup >= recipe.epochs:
+        print(
+            f"marjax: note: the learning rate still rises at the end: --warmup-epochs {warmup:g} are not less than the "
+            f"--epochs {recipe.epochs:g}.",
+            file=sys.stderr,
+        )
     with Stopwatch() as watch, _progress(total) as progress:
         options |= {"init_from": initial, "provenance": provenance, "progress": progress}
         model = train(config, recipe, source, args.out, **options)

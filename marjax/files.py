@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ADVICE = {
+    errno.ENOENT: "its folder takes no files; write elsewhere",
     errno.ENOSPC: "the disk is full; free some space or write elsewhere",
     errno.EDQUOT: "the disk quota is used up; free some space or write elsewhere",
     errno.EFBIG: "the file is too large for this file system; write elsewhere",

@@ -52,7 +52,9 @@ def check(path: Path, document: Mapping[str, Any], defaults: Mapping[str, Any]) 
         raise ValueError(f"{path} is not empty and holds no training run; give another output directory.")
     old, standard, new = (traverse_util.flatten_dict(tree, sep=".") for tree in (before, defaults, document))
     old = {name: value for name, value in standard.items() if name in new} | old
-    if changed := [name for name in new | old if old.get(name) != new.get(name)]:
+    # A run without a state has nothing to lose: it ended before its first checkpoint.
+    changed = [name for name in new | old if old.get(name) != new.get(name)] if _has_state(path) else []
+    if changed:
         raise ValueError(
             f"{path} holds a run with another configuration (different: {', '.join(changed)}); "
             "give the same options to resume it, or another output directory."
@@ -74,11 +76,16 @@ def open_run(path: Path, document: Mapping[str, Any]) -> Iterator[Run]:
     with locked(path):
         for leftover in path.glob(".tmp-*"):  # of a run that was killed while it wrote
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        if not (path / _CONFIG_FILE).exists():
+        if not _has_state(path):
             with atomic_write(path / _CONFIG_FILE) as temporary:
                 temporary.write_text(json.dumps(document, indent=1))
         with ocp.CheckpointManager((path / checkpoint.RUN_STATE).absolute(), options=options) as manager:
             yield Run(path, manager)
+
+
+def _has_state(path: Path) -> bool:
+    folder = path / checkpoint.RUN_STATE
+    return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
 
 
 class Run:

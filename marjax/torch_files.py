@@ -266,8 +266,10 @@ def _namespace_only(torch: ModuleType) -> Iterator[None]:
     try:
         yield
     finally:
+        # Modules of torch that were imported meanwhile may have registered their own.
+        others = set(torch.serialization.get_safe_globals()) - {argparse.Namespace}
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+        torch.serialization.add_safe_globals([*before, *others])
 
 
 @contextlib.contextmanager

@@ -190,12 +190,19 @@ class _Log:
         self.run, self.config, self.num_images, self.total = run, config, num_images, total
         self.progress = progress
         self.pending: list[dict[str, Array]] = []
-        self.since = time.monotonic()
+        self.timed, self.since = 0, time.monotonic()  # steps since then
+        self.compiles = True
         run.drop_metrics_after(start)
 
     def add(self, step: int, metrics: dict[str, Array], *, flush: bool) -> None:
         self.pending.append(metrics)
-        if not (flush or step % self.config.log_every == 0):
+        self.timed += 1
+        due = flush or step % self.config.log_every == 0
+        if self.compiles and not due:  # the first step, without which its interval is timed
+            jax.block_until_ready(metrics)
+            self.timed, self.since = 0, time.monotonic()
+        self.compiles = False
+        if not due:
             return
         fetched = jax.device_get(self.pending)
         seconds, now = time.monotonic() - self.since, time.monotonic()
@@ -209,7 +216,7 @@ class _Log:
                     )
         means = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0]}
         images = step * self.config.batch_size
-        rate = len(fetched) * self.config.batch_size / seconds
+        rate = self.timed * self.config.batch_size / seconds
         line = {
             **{"step": step, "epoch": images / self.num_images, **means, "lr": float(fetched[-1]["lr"])},
             **{"images_per_s": rate, "eta_s": (self.total - step) * self.config.batch_size / rate},
@@ -217,4 +224,4 @@ class _Log:
         self.run.write_metrics(line)
         if self.progress is not None:
             self.progress(line)
-        self.pending, self.since = [], now
+        self.pending, self.timed, self.since = [], 0, now

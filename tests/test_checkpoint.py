@@ -269,6 +269,7 @@ def test_unfit_arguments(tmp_path):
 def test_no_checkpoint_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "no such path; give a checkpoint directory" in refused("imagenet")
+    assert "'mar_base': it is a preset, of which no weights ship; give" in refused("mar_base")
     assert "the name of a shipped model (fashion_mnist)" in refused(tmp_path / "nope")
     assert "no such path" in refused("")
     (tmp_path / "weights.pth").touch()

@@ -173,6 +173,17 @@ def test_errors_about_other_files_pass_unchanged(tmp_path):
     assert caught.value is unidentified
 
 
+def test_a_folder_that_takes_no_files(tmp_path, monkeypatch):
+    """As those of /proc."""
+
+    def missing(path):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Path, "touch", missing)
+    message = r"Cannot write .*x.png: its folder takes no files; write elsewhere\.$"
+    assert_refused(atomic_write(tmp_path / "x.png"), FileNotFoundError, message)
+
+
 def test_check_room_refuses_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000) if path == tmp_path else usage)

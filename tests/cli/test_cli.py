@@ -123,6 +123,10 @@ def test_info_of_a_damaged_model(marjax, tmp_path):
     [
         (NonFiniteLossError("The loss became nan\nat step 3."), 1, "The loss became nan at step 3."),
         (KeyboardInterrupt(), 130, "interrupted."),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.\nand more"),
+            *(1, "RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes. Too little memory; lower --batch-size."),
+        ),
         (CheckpointError("Cannot load it."), 2, "Cannot load it."),
         (PermissionError(13, "Permission denied", "file"), 2, "[Errno 13] Permission denied: 'file'"),
         (TypeError("labels must be integers."), 2, "labels must be integers."),

@@ -193,7 +193,8 @@ def test_eval(marjax, fashion, monkeypatch):
     command = ("eval", "--model", fashion / "model", "--data", fashion / "data", "--num-images", 14, "--seed", 5)
     code, out, err = marjax(*command, "--num-iter", 1, "--batch-size", 7, "--dtype", "float32")
     assert (code, err) == (0, "")
-    *table, last = out.splitlines()
+    *table, note, last = out.splitlines()
+    assert note == "note: of 14 images, the Fréchet distance is too large; compare equal numbers only"
     document = json.loads(last)
     assert [line[:18].rstrip() for line in table] == [
         *("frechet distance", "class accuracy", "precision", "recall", "num images", "speed")

@@ -11,12 +11,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from train_helpers import CONFIG, RECIPE, SOURCE, checkpoints, random_model
+from train_helpers import CONFIG, RECIPE, SOURCE, checkpoints, lines, random_model
 
 from marjax.checkpoint import CheckpointError, load, save
 from marjax.data import ArraySource
 from marjax.optimizer import OptimizerConfig
-from marjax.train import train
+from marjax.train import NonFiniteLossError, train
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_a_run_of_another_version_is_refused_by_field(tmp_path, unbroken):
     document = json.loads((unbroken[0] / "config.json").read_text())
     document["train"]["momentum"] = document["train"].pop("seed")
     (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "state" / "1").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"\(different: train.seed, train.momentum\)"):
         train(CONFIG, RECIPE, SOURCE, tmp_path)
 
@@ -62,6 +63,19 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, fake_step):
     other = dataclasses.replace(RECIPE, optimizer=dataclasses.replace(RECIPE.optimizer, eps=1e-6))
     with pytest.raises(ValueError, match=r"\(different: train.optimizer.eps\)"):
         train(CONFIG, other, SOURCE, tmp_path / "run")
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_gives_way(tmp_path, fake_step):
+    fake_step(lambda step: {"loss": np.nan})
+    with pytest.raises(NonFiniteLossError):
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
+    fake_step(lambda step: {})
+    other = dataclasses.replace(RECIPE, ema_rate=0.5)
+    train(CONFIG, other, SOURCE, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["ema_rate"] == 0.5
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match=r"\(different: train.ema_rate\)"):
+        train(CONFIG, RECIPE, SOURCE, tmp_path / "run")
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):

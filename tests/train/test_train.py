@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,17 @@ def test_an_easy_set_is_learnt_on_any_number_of_devices(tmp_path):
     assert child.stdout == "4\n", child.stderr
     on_four = [line["loss"] for line in lines(tmp_path / "four")]
     np.testing.assert_allclose(on_four, [line["loss"] for line in one[:4]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("log_every", "seconds"), [(3, [1, 1]), (1, [100, 1, 1, 1, 1, 1])])
+def test_speed_leaves_out_the_first_step_where_it_can(log_every, seconds, fake_step, tmp_path, monkeypatch):
+    """The clock goes on by 100 s in the step that compiles, by 1 s in each of the others."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    fake_step(lambda step: {}, after=lambda state: now.append(now.pop() + (100 if int(state.step) == 1 else 1)))
+    train(CONFIG, dataclasses.replace(RECIPE, log_every=log_every), SOURCE, tmp_path / "run")
+    rates = [line["images_per_s"] for line in lines(tmp_path / "run", leave_out=())]
+    assert rates == [RECIPE.batch_size / each for each in seconds]
 
 
 # --- Losses that are not finite ----------------------------------------------------------------------------------
