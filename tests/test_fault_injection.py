@@ -27,6 +27,8 @@ from marjax.config import MARConfig
 from marjax.images import OPTIONS_FILE, is_complete
 from marjax.types import MARParams
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 KILLS = int(os.environ.get("MARJAX_KILLS", "50"))
 
@@ -39,6 +41,7 @@ CONFIG = MARConfig(
 FAST = ("--num-iter", "1", "--batch-size", "2")
 RECIPE = ("--preset", "fashion_mnist", "--img-size", "8", "--class-num", "2", "--buffer-size", "2", "--epochs", "3")
 RECIPE += ("--encoder-depth", "1", "--decoder-depth", "1", "--diffloss-d", "1", "--batch-size", "4")
+RECIPE += ("--warmup-epochs", "1", "--lr", "1e-3")
 RECIPE += ("--save-every", "1", "--log-every", "1", "--dtype", "float32", "--attn-dropout", "0", "--proj-dropout", "0")
 
 # Says when it starts to work, so that no kill is spent on imports.
@@ -123,7 +126,6 @@ def remove(path: Path) -> None:
     subprocess.run(["rm", "-rf", str(path)], check=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["out", "out.safetensors"])
 def test_kill_convert(tmp_path, target):
     torch_files.write(tmp_path / "reference.safetensors", convert.to_state_dict(model(0)), CONFIG)
@@ -142,7 +144,6 @@ def test_kill_convert(tmp_path, target):
     assert True in found
 
 
-@pytest.mark.slow
 def test_kill_save_over_another_model(tmp_path):
     for seed in (0, 1):
         save_file(model(seed), tmp_path / f"{seed}.safetensors")
@@ -161,7 +162,6 @@ def test_kill_save_over_another_model(tmp_path):
     assert found == {0, 1}
 
 
-@pytest.mark.slow
 def test_kill_train(tmp_path):
     make_images(tmp_path / "photos", {"cat": 4, "dog": 4})
     words = ("train", "--data", "photos", "--out", "run", *RECIPE)
@@ -187,7 +187,6 @@ def test_kill_train(tmp_path):
     assert len(set(steps)) > 2 or KILLS < 20  # they went on from one another
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["samples", "s.npz"])
 def test_kill_sample(tmp_path, target):
     save_file(model(0), tmp_path / "model.safetensors")
