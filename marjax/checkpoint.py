@@ -34,7 +34,7 @@ from flax import traverse_util
 
 from marjax import mar, vae
 from marjax.config import PRESETS, MARConfig, get_preset
-from marjax.files import atomic_dir, atomic_write, check_room, tensorstore_errors
+from marjax.files import atomic_dir, atomic_write, check_room, remove_leftovers, tensorstore_errors
 from marjax.files import sha256 as _digest_file
 from marjax.header import FORMAT, Header, Leaf
 from marjax.types import MARParams, PyTree, cast_matrices
@@ -128,6 +128,7 @@ def save_file(
     header, arrays = _pack(params, dtype, preset, provenance)
     header = dataclasses.replace(header, digests={name: _digest(array) for name, array in arrays.items()})
     content = safetensors.numpy.save(arrays, metadata={FORMAT: header.to_json()})
+    remove_leftovers(path)
     with atomic_write(path) as temporary:
         temporary.write_bytes(content)
 

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+_OLD = "-old"  # ends the temporary name of a directory that is being replaced
 _ADVICE = {
     errno.ENOENT: "its folder takes no files; write elsewhere",
     errno.ENOSPC: "the disk is full; free some space or write elsewhere",
@@ -56,9 +57,10 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     with _named_errors(path, target, temporary):
         try:
             temporary.touch()  # an unwritable folder is reported before the block's work, not after
-            yield temporary
-            _flush(temporary)
-            temporary.replace(target)
+            with locked(temporary):
+                yield temporary
+                _flush(temporary)
+                temporary.replace(target)
             _flush(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
@@ -91,12 +93,14 @@ def atomic_dir(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
         raise FileExistsError(f"Cannot write {path}: it exists; choose another name or ask to overwrite it.")
     with _named_errors(path, target, temporary):
         try:
+            remove_leftovers(target)
             temporary.mkdir()
-            yield temporary
-            for folder, _, files in os.walk(temporary):
-                for name in (*files, "."):
-                    _flush(Path(folder, name))
-            _swap(temporary, target)
+            with locked(temporary):
+                yield temporary
+                for folder, _, files in os.walk(temporary):
+                    for name in (*files, "."):
+                        _flush(Path(folder, name))
+                _swap(temporary, target)
             _flush(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -104,7 +108,7 @@ def atomic_dir(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager that has a directory for this process alone.
+    """Context manager that has a file or directory for this process alone.
 
     Raises:
         ValueError: if another process has it.
@@ -152,6 +156,19 @@ def extend(path: str | os.PathLike[str], content: bytes, start: int) -> None:
         os.fsync(file.fileno())
 
 
+def remove_leftovers(path: str | os.PathLike[str]) -> None:
+    """Removes what writers of `path` that were killed left beside it; `atomic_dir` does so itself.
+
+    What another process is writing stays, and so does an old directory whose replacement never took its name.
+    """
+    target = Path(os.path.realpath(path))
+    for leftover in target.parent.glob(f"{_prefix(target)}*"):
+        if leftover.name.endswith(_OLD) and not target.exists():
+            continue
+        with contextlib.suppress(OSError, ValueError), locked(leftover):  # another user's, or in use
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
 def check_room(path: str | os.PathLike[str], num_bytes: int) -> None:
     """Refuses to begin writing what has no room; for libraries that meet a full disk with pages of tracebacks.
 
@@ -186,14 +203,19 @@ def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     if not target.parent.is_dir():
         what = "is not a folder" if target.parent.exists() else "does not exist"
         raise FileNotFoundError(f"Cannot write {path}: {target.parent} {what}; create that folder first.")
-    return target, target.with_name(f".tmp-{secrets.token_hex(6)}{target.suffix}")
+    return target, target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}{target.suffix}")
+
+
+def _prefix(target: Path) -> str:
+    """How names of temporary files for `target` begin; short, whatever the length of its own."""
+    return f".tmp-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:8]}-"
 
 
 def _swap(temporary: Path, target: Path) -> None:
     if not target.exists():
         temporary.rename(target)
         return
-    old = target.with_name(f"{temporary.name}-old")
+    old = target.with_name(f"{temporary.name}{_OLD}")
     target.rename(old)
     try:
         temporary.rename(target)

@@ -35,7 +35,7 @@ import numpy as np
 
 from marjax.checkpoint import SUFFIX, open_safetensors, reporting
 from marjax.config import MARConfig
-from marjax.files import atomic_write
+from marjax.files import atomic_write, remove_leftovers
 
 WEIGHTS = ("model_ema", "model")  # the reference's two sets of weights, the one for evaluation first
 CONFIG = "marjax_config"  # metadata of the files that `write` makes: the model's configuration
@@ -153,6 +153,7 @@ def write(
         header[key] = {"dtype": names[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data are aligned
+    remove_leftovers(path)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():

@@ -142,6 +142,7 @@ def test_kill_convert(tmp_path, target):
 
     assert kills(tmp_path, ("convert", "reference.safetensors", target), check, seed=1) >= KILLS // 2
     assert True in found
+    assert not list(tmp_path.glob(".tmp-*"))  # the last run removed what the killed ones left
 
 
 def test_kill_save_over_another_model(tmp_path):

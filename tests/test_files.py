@@ -173,6 +173,55 @@ def test_errors_about_other_files_pass_unchanged(tmp_path):
     assert caught.value is unidentified
 
 
+def leftovers_of_a_kill(target):
+    """A temporary file or directory for `target`, as a kill leaves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        for writer in (atomic_write, atomic_dir):
+            with pytest.raises(KeyboardInterrupt), writer(target):
+                raise KeyboardInterrupt
+
+
+def test_leftovers_of_killed_writers_are_removed_by_the_next(tmp_path):
+    leftovers_of_a_kill(tmp_path / "model")
+    leftovers_of_a_kill(tmp_path / "other")
+    assert len(names(tmp_path)) == 4
+    with atomic_write(tmp_path / "model") as ours:  # what is being written stays
+        files.remove_leftovers(tmp_path / "model")
+        assert ours.exists() and len(names(tmp_path)) == 3
+    (tmp_path / "model").unlink()
+    leftovers_of_a_kill(tmp_path / "model")
+    with atomic_dir(tmp_path / "model"):
+        assert len(names(tmp_path)) == 3
+    files.remove_leftovers(tmp_path / "other")
+    assert names(tmp_path) == ["model"]
+
+
+def test_the_only_copy_of_an_old_directory_is_no_leftover(tmp_path):
+    with atomic_dir(tmp_path / "model") as temporary:
+        (temporary / "w").write_text("old")
+    real = Path.rename
+
+    def second_fails(path, target):
+        if ".tmp-" in path.name:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", second_fails)
+        patch.setattr(Path, "exists", lambda path: True)  # so that it is not renamed back
+        with pytest.raises(KeyboardInterrupt), atomic_dir(tmp_path / "model", overwrite=True):
+            pass
+    (old,) = tmp_path.glob("*-old")
+    files.remove_leftovers(tmp_path / "model")
+    assert (old / "w").read_text() == "old" and not (tmp_path / "model").exists()
+    with atomic_dir(tmp_path / "model"):
+        pass
+    files.remove_leftovers(tmp_path / "model")
+    assert names(tmp_path) == ["model"]
+
+
 def test_a_folder_that_takes_no_files(tmp_path, monkeypatch):
     """As those of /proc."""
 
