@@ -76,17 +76,7 @@ def save(
         FileExistsError: if `path` exists and `overwrite` is False.
         OSError: if the disk refuses (see `marjax.files`).
     """
-    directory = Path(path)
-    if path in SHIPPED:
-        raise CheckpointError(f"Cannot write {path}: load would give the shipped model of that name; use ./{path}.")
-    if directory.suffix == SUFFIX:
-        raise CheckpointError(f"Cannot write {path}: save makes a directory; use save_file for a {SUFFIX} file.")
-    if overwrite and directory.is_dir():
-        others = {entry.name for entry in directory.iterdir()} - {_HEADER_FILE, _ARRAYS_DIR}
-        if others:
-            raise CheckpointError(
-                f"Cannot write {path}: overwriting would delete {min(others)}, which is in it; choose another name."
-            )
+    check_target(path, overwrite=overwrite)
     header, arrays = _pack(params, dtype, preset, provenance)
     with atomic_dir(path, overwrite=overwrite) as temporary:
         _write_arrays(temporary / _ARRAYS_DIR, arrays)
@@ -94,6 +84,35 @@ def save(
         digests = {file.relative_to(temporary).as_posix(): _digest_file(file) for file in files}
         header = dataclasses.replace(header, digests=digests)
         (temporary / _HEADER_FILE).write_text(header.to_json(), encoding="utf-8")
+
+
+def check_target(path: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuses a name that no checkpoint directory should have, and to overwrite anything but a checkpoint.
+
+    Raises:
+        CheckpointError: as `save`.
+    """
+    directory = Path(path)
+    if str(directory) in SHIPPED and not os.fspath(path).startswith("."):
+        raise CheckpointError(f"Cannot write {path}: load would give the shipped model of that name; use ./{path}.")
+    if directory.suffix == SUFFIX:
+        raise CheckpointError(f"Cannot write {path}: save makes a directory; use save_file for a {SUFFIX} file.")
+    if overwrite and directory.is_dir() and (names := {entry.name for entry in directory.iterdir()}):
+        if others := names - {_HEADER_FILE, _ARRAYS_DIR}:
+            raise CheckpointError(
+                f"Cannot write {path}: overwriting would delete {min(others)}, which is in it; choose another name."
+            )
+        if not _is_ours(directory / _HEADER_FILE):
+            raise CheckpointError(
+                f"Cannot write {path}: it holds something else than a checkpoint; choose another name."
+            )
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return json.loads(file.read_bytes())["format"] == FORMAT
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def save_file(

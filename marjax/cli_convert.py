@@ -103,10 +103,12 @@ def _model(args: argparse.Namespace, options: dict[str, Any]) -> str:
 
 
 def _check_target(path: str, overwrite: bool) -> None:
-    """Raises what writing would raise, before the long work."""
+    """Refuses what cannot be written, before the long work."""
     if os.path.lexists(path) and not overwrite:
         raise FileExistsError(f"Cannot write {path}: it exists; choose another name or give --overwrite.")
     is_file = Path(path).suffix == checkpoint.SUFFIX
+    if not is_file:
+        checkpoint.check_target(path, overwrite=overwrite)
     check_writable(path, atomic_write if is_file else functools.partial(atomic_dir, overwrite=overwrite))
 
 

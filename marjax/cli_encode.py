@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from marjax.cli_options import load_vae, positive
 from marjax.compilation import Stopwatch
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> None:
     source = open_source(args.data, split=args.split, img_size=args.img_size, channels=3)
     if not isinstance(source, ImageFolder):
         raise ValueError(f"{args.data} is no directory of one directory of images per class, which encoding needs.")
+    if Path(args.out).resolve().is_relative_to(Path(args.data).resolve()):
+        raise ValueError(f"--out {args.out} lies inside the images' directory; it would become a class of them.")
     config, params = load_vae(args.model)
     scale = config.scale if args.scale is None else args.scale
     counts: list[int] = []

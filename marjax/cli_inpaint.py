@@ -10,7 +10,15 @@ import numpy as np
 
 from marjax import checkpoint, images
 from marjax.arguments import label_list
-from marjax.cli_options import add_model, add_sampling, check_writable, image_shape, locate_model, sampling_settings
+from marjax.cli_options import (
+    add_model,
+    add_sampling,
+    check_codec,
+    check_writable,
+    image_shape,
+    locate_model,
+    sampling_settings,
+)
 from marjax.compilation import Stopwatch
 from marjax.inpaint import inpaint
 
@@ -36,7 +44,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--image", required=True, help="the picture, of the model's size")
     parser.add_argument("--mask", required=True, help="grey picture of the same size, white where to generate")
     parser.add_argument("--labels", metavar="A,B,...", help='class names and numbers, or "all" (default: no class)')
-    parser.add_argument("--out", default="inpainted.png", help="PNG, a grid if there are labels (default: %(default)s)")
+    parser.add_argument("--out", default="inpainted.png", help="PNG, a grid of several labels (default: %(default)s)")
     add_sampling(parser)
 
 
@@ -47,7 +55,9 @@ def run(args: argparse.Namespace) -> None:
         ValueError, TypeError, OSError: on bad input, before anything is computed.
     """
     source = locate_model(args.model, args.weights)
-    config = checkpoint.describe(source).config
+    header = checkpoint.describe(source)
+    check_codec(header, args.model)
+    config = header.config
     height, width, channels = image_shape(config)
     images.check_channels(channels)
     labels = None
@@ -56,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
     settings = sampling_settings(args, config, conditional=labels is not None)
     picture = images.read_image(args.image, (height, width, channels))
     mask = images.read_image(args.mask, (height, width, 1))[..., 0] >= 128
+    if not mask.any():
+        raise ValueError(f"--mask {args.mask} selects nothing; make white what is to be generated.")
     if Path(args.out).suffix.lower() != ".png":
         raise ValueError(f"--out {args.out}: pictures are written as PNG; give a .png file.")
     check_writable(args.out)

@@ -17,6 +17,7 @@ from marjax import accel, checkpoint
 from marjax.arguments import DEFAULT_NUM_ITER, default_dtype, default_num_iter
 from marjax.config import CFG_SCHEDULES, MARConfig, VAEConfig
 from marjax.files import atomic_write
+from marjax.header import Header
 from marjax.types import DTYPES, PyTree
 
 
@@ -159,6 +160,18 @@ def locate_model(model: str, weights: str | None) -> str:
             f"--weights {weights} is for a training run's directory, which '{model}' is not; leave it out."
         )
     return model
+
+
+def check_codec(header: Header, model: str) -> None:
+    """Refuses a model that makes latents and lacks what turns them into images.
+
+    Raises:
+        ValueError: if so.
+    """
+    if header.config.vae is not None and not any(name.startswith("vae/") for name in header.leaves):
+        raise ValueError(
+            f"{model} makes latents and carries no autoencoder; convert it with --vae, or train it with --vae-path."
+        )
 
 
 def load_vae(model: str) -> tuple[VAEConfig, PyTree]:

@@ -18,6 +18,7 @@ from marjax.arguments import DEFAULT_BATCH_SIZE, label_list
 from marjax.cli_options import (
     add_model,
     add_sampling,
+    check_codec,
     check_writable,
     image_shape,
     locate_model,
@@ -159,6 +160,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--out {args.out}: images are written as PNG; give a {GRID_SUFFIX} file or a directory.")
     source = locate_model(args.model, args.weights)
     header = checkpoint.describe(source)
+    check_codec(header, args.model)
     request = Request.from_args(args, header.config, *_requested(args, header.config))
     if to_array:
         _sample_array(request, source, header, args.out_npz)

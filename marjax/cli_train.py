@@ -20,11 +20,11 @@ from marjax.cli_options import add_fields, check_writable, image_shape, load_vae
 from marjax.compilation import Stopwatch
 from marjax.config import IMAGENET_CLASSES, PRESETS, MARConfig, get_preset
 from marjax.data import ImageFolder, Source, open_source
-from marjax.latents import LatentSource
+from marjax.latents import LatentSource, is_cache
 from marjax.train import TrainConfig, train
 from marjax.types import MARParams, PyTree, cast_matrices
 
-DEFAULT_PRESET = "fashion_mnist"
+DEFAULT_PRESET, LATENT_PRESET = "fashion_mnist", "mar_base"
 IMAGENET_ENDS = ("n01440764", "n15075141")  # its first and last directory; their order is that of the labels
 
 EXAMPLES = """examples:
@@ -55,7 +55,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--out", required=True, help="directory of the run; made if missing, resumed if it has a run")
     base = parser.add_mutually_exclusive_group()
-    base.add_argument("--preset", help=f"model to start from: {', '.join(PRESETS)} (default: {DEFAULT_PRESET})")
+    base.add_argument(
+        "--preset",
+        help=f"model to start from: {', '.join(PRESETS)} (default: {DEFAULT_PRESET}, for latents {LATENT_PRESET})",
+    )
     base.add_argument("--init-from", metavar="MODEL", help="model whose configuration and weights to start from")
     parser.add_argument(
         "--vae-path",
@@ -82,7 +85,12 @@ def run(args: argparse.Namespace) -> None:
     """
     recipe = with_options(TrainConfig(), args)
     initial = None if args.init_from is None else checkpoint.load(locate_model(args.init_from, None))
-    base = get_preset(args.preset or DEFAULT_PRESET) if initial is None else initial.config
+    of_latents = is_cache(Path(args.data))
+    base = get_preset(args.preset or (LATENT_PRESET if of_latents else DEFAULT_PRESET))
+    if initial is not None:
+        base = initial.config
+    elif of_latents:
+        base = dataclasses.replace(base, vae=None)  # the latents tell
     if args.class_num not in (None, base.class_num):
         base = dataclasses.replace(base, class_num=args.class_num, class_names=())  # those names were for other classes
     config = with_options(base, args)
@@ -98,7 +106,9 @@ def run(args: argparse.Namespace) -> None:
         if Path(args.save_file).suffix != checkpoint.SUFFIX:
             raise ValueError(f"--save-file {args.save_file}: the name must end in {checkpoint.SUFFIX}.")
         check_writable(args.save_file)
-    options = {} if args.vae_path is None else {"vae": load_vae(args.vae_path)[1]}
+    options = {} if initial is None else {"vae": initial.vae}
+    if args.vae_path is not None:
+        options["vae"] = load_vae(args.vae_path)[1]
 
     provenance = {"command": shlex.join(["marjax", *args.argv])}
     total, warmup = recipe.steps(recipe.epochs, len(source)), recipe.optimizer.warmup_epochs

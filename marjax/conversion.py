@@ -9,7 +9,9 @@ what is built of it are numpy arrays, which no device has to hold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,11 +157,15 @@ def to_reference(
     if params.mar is None:
         targets = {out: (params.vae, convert_vae.vae_source)}
     elif vae is not None:
+        if os.path.realpath(vae) == os.path.realpath(out):
+            raise ValueError(f"The model and its autoencoder cannot both be written to {out}; give --vae another file.")
         targets[vae] = (params.vae, convert_vae.vae_source)
-    for path, (tree, table) in targets.items():
-        stage(f"writing {path}")
-        arrays = jax.tree.map(np.asarray, cast_matrices(tree, jnp.dtype(dtype)))
-        torch_files.write(path, dict(convert.tensors(arrays, table)), config, overwrite=overwrite)
+    with contextlib.ExitStack() as both:  # the files appear together, or none does
+        for path, (tree, table) in targets.items():
+            stage(f"writing {path}")
+            arrays = jax.tree.map(np.asarray, cast_matrices(tree, jnp.dtype(dtype)))
+            writer = torch_files.writing(path, dict(convert.tensors(arrays, table)), config, overwrite=overwrite)
+            both.enter_context(writer)
     left_out = params.mar is not None and params.vae is not None and vae is None
     return Report(
         preset=None if params.mar is None else detection.preset_name(config),

@@ -128,6 +128,8 @@ class ImageFolder:
                 f"expected files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}. Add images or remove the directories."
             )
         self.class_names = tuple(directory.name for directory in directories)
+        if len({name.lower() for name in self.class_names}) < len(self.class_names):
+            raise ValueError(f"{path} has class directories that differ in case only; rename or join them.")
         self.img_size, self._mode = img_size, IMAGE_MODES[channels]
         self._files = [file for found in files for file in found]
         self.labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(found) for found in files])

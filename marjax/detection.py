@@ -215,6 +215,8 @@ def _mlp_ratio(dims: list[int], hidden: list[int], preferred: float | None) -> f
     def fits(ratio: float) -> bool:
         return [int(dim * ratio) for dim in dims] == hidden
 
+    if preferred is not None and not 0 < preferred < 1e6:
+        raise ValueError(f"mlp_ratio={preferred} is asked for; expected a positive number")
     least = max(width / max(dim, 1) for width, dim in zip(hidden, dims, strict=True))
     candidates = [preferred or least, least, math.nextafter(least, math.inf)]
     if (ratio := next(filter(fits, candidates), None)) is None:

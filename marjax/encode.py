@@ -5,7 +5,8 @@
        counted in `progress.json`
     3. the header is written last, which makes the cache complete
 
-A run that was killed at any time is gone on with by the same call, and gives the same bytes.
+A run that was killed at any time is gone on with by the same call, and gives the same bytes. Images are known by name:
+one that was replaced under its name after it was encoded is not encoded again.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def encode_folder(
         **{"compute_dtype": compute_dtype, "dtype": dtype, "scale": scale},
     )
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"Cannot make the directory {out}: {error.strerror}; give another.") from error
     with locked(out):
         cache = _Cache.claim(out, encoding)
         if cache.done < len(source):

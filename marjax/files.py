@@ -113,12 +113,18 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         ValueError: if another process has it.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    in_use = f"{path} is in use by another process; let it end, or give another directory."
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise ValueError(in_use) from error  # that removed it just now
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{path} is in use by another process; let it end, or give another directory.") from error
+            raise ValueError(in_use) from error
+        if not os.path.exists(path):
+            raise ValueError(in_use)
         yield
     finally:
         os.close(descriptor)  # which frees the lock
@@ -147,7 +153,9 @@ def extend(path: str | os.PathLike[str], content: bytes, start: int) -> None:
     """
     target = Path(path)
     if start and (size := target.stat().st_size if target.is_file() else 0) < start:
-        raise ValueError(f"{path} has {size} bytes where {start} were written, so it was damaged; start afresh.")
+        raise ValueError(
+            f"{path} has {size} bytes where {start} were written, so it was damaged; remove it, and its folder."
+        )
     with _named_errors(path, target, target), target.open("r+b" if start else "wb") as file:
         file.truncate(start)
         file.seek(start)

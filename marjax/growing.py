@@ -62,8 +62,10 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         values = dict(json.loads(path.read_bytes()))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a JSON object ({error}); give another directory.") from error
+        raise ValueError(f"{path} is not a JSON object ({error}); remove its folder, or write elsewhere.") from error
     recorded = values.pop("checksum", None)
     if recorded != checksum(values):
-        raise ValueError(f"{path} does not match its checksum, so it was damaged or edited; give another directory.")
+        raise ValueError(
+            f"{path} does not match its checksum, so it was damaged or edited; remove its folder, or write elsewhere."
+        )
     return values

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,12 +77,17 @@ class ImageArray:
                 archive.comment = self._mark
         inside.replace(self.path)
         self.complete = True
-        shutil.rmtree(self.partial)
+        self._remove_partial()
 
     @property
     def partial(self) -> Path:
         """The directory of what is not complete."""
         return self.path.with_name(f"{self.path.name}.partial")
+
+    def _remove_partial(self) -> None:
+        for entry in self.partial.iterdir():
+            entry.unlink()
+        self.partial.rmdir()
 
     @property
     def _mark(self) -> bytes:
@@ -92,11 +96,17 @@ class ImageArray:
 
     def _find(self) -> None:
         """Finds out what is done; refuses what is of other images."""
+        own = {_IMAGES_FILE, _PROGRESS_FILE, self.path.name}
+        found = {entry.name for entry in self.partial.iterdir()}
+        if others := [name for name in found - own if not name.startswith(".tmp-")]:
+            raise ValueError(f"{self.partial} holds {min(others)}, which is not ours; choose another name.")
         if self.path.exists():
-            if _comment(self.path) != self._mark:
-                raise ValueError(f"{self.path} exists and holds something else; choose another name or remove it.")
+            if not _is_complete(self.path, self._mark):
+                raise ValueError(
+                    f"{self.path} exists and is damaged, or holds something else; choose another name or remove it."
+                )
             self.done, self.complete = self.shape[0], True
-            shutil.rmtree(self.partial)  # of a run that was killed at its very end
+            self._remove_partial()  # of a run that was killed at its very end
             return
         if (self.partial / _PROGRESS_FILE).exists():
             before = growing.read_record(self.partial / _PROGRESS_FILE)
@@ -133,7 +143,9 @@ def open_array(
         OSError: if the disk refuses, or has no room.
     """
     options = json.loads(json.dumps(options))  # as they read after a round trip
-    array = ImageArray(Path(path), shape, labels, options)
+    array = ImageArray(Path(os.path.realpath(path)), shape, labels, options)
+    if array.partial.is_symlink():
+        raise ValueError(f"{array.partial} is a link, which cannot become a file beside it; remove it.")
     try:
         array.partial.mkdir(exist_ok=True)
     except OSError as error:
@@ -147,9 +159,10 @@ def open_array(
             array.partial.rmdir()
 
 
-def _comment(path: Path) -> bytes | None:
+def _is_complete(path: Path, mark: bytes) -> bool:
+    """Whether a file is the archive of that mark, undamaged."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.comment
+            return archive.comment == mark and archive.testzip() is None
     except (OSError, zipfile.BadZipFile):
-        return None
+        return False

@@ -95,6 +95,8 @@ def read_image(path: str | os.PathLike[str], shape: tuple[int, int, int]) -> np.
             if image.size != (width, height):
                 got = " x ".join(map(str, image.size))
                 raise ValueError(f"{path} has {got} pixels; expected {width} x {height}, so resize or crop it first.")
+            if image.mode[0] in "IF":  # Pillow would cut 16 bits and more off at 255
+                raise ValueError(f"{path} has more than 8 bits per channel; convert it to 8 bits first.")
             return np.asarray(image.convert(IMAGE_MODES[channels])).reshape(shape)
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist; give an image file.") from error

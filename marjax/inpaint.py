@@ -44,7 +44,8 @@ def inpaint(params: MARParams, rng: Array, labels: Any, *, image: Any, mask: Any
     check_codec(params, "inpaint_latents")
     config = params.config
     channels = 3 if config.vae else config.vae_embed_dim
-    image, mask = _check_pair("image", image, mask, (config.img_size, config.img_size, channels), labels)
+    shape = (config.img_size, config.img_size, channels)
+    image, mask = _check_pair("image", image, mask, shape, labels, options.get("indices"))
     image = _unit_range(image, mask)
     latents = codec.images_to_latents(config, params.vae, image)
     stride = config.img_size // config.latent_size
@@ -73,22 +74,30 @@ def inpaint_latents(params: MARParams, rng: Array, labels: Any, *, latents: Any,
     """
     config = arguments.check_params(params).config
     side = config.latent_size
-    latents, mask = _check_pair("latents", latents, mask, (side, side, config.vae_embed_dim), labels)
+    shape = (side, side, config.vae_embed_dim)
+    latents, mask = _check_pair("latents", latents, mask, shape, labels, options.get("indices"))
+    if not jnp.issubdtype(latents.dtype, jnp.floating):
+        raise ValueError(f"latents are {latents.dtype}; expected floating point, in the model's scale.")
     unknown = _any_in_patches(mask, config.patch_size).reshape(len(mask), config.seq_len)
     known = Known(tokens=codec.patchify(latents, config.patch_size), unknown=unknown)
     return sample_latents(params, rng, labels, known=known, **options)
 
 
 def _check_pair(
-    name: str, values: Any, mask: Any, shape: tuple[int, int, int], labels: Any
+    name: str, values: Any, mask: Any, shape: tuple[int, int, int], labels: Any, indices: Any
 ) -> tuple[Array | np.ndarray, np.ndarray]:
     """Values [B, *shape] and mask [B, *shape[:2]], both given for all images or for each."""
     if isinstance(mask, jax.core.Tracer):
         raise TypeError("mask must not be traced: the number of tokens to generate decides which program runs.")
-    mask = np.asarray(mask)
+    try:
+        # On no device, so that they go wherever the weights are.
+        mask, values = np.asarray(mask), values if isinstance(values, jax.core.Tracer) else np.asarray(values)
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(f"mask or {name} is a list with traced entries; give one array (jnp.stack).") from error
+    except ValueError as error:
+        raise ValueError(f"mask and {name} must be arrays, or lists of equal shapes ({error}).") from error
     if mask.dtype != np.bool_:
         raise TypeError(f"mask is {mask.dtype}; expected bool, True where to generate.")
-    values = values if isinstance(values, jax.Array) else np.asarray(values)
     if values.shape[-3:] != shape or values.ndim > 4 or mask.shape[-2:] != shape[:2] or mask.ndim > 3:
         raise ValueError(
             f"{name} has shape {values.shape} and mask {mask.shape}; expected {shape} and {shape[:2]}, for all images "
@@ -96,12 +105,17 @@ def _check_pair(
         )
     counts = {len(values)} if values.ndim == 4 else set()
     counts |= {len(mask)} if mask.ndim == 3 else set()
-    counts |= set() if labels is None else {np.shape(labels)[0] if np.ndim(labels) else 1}
+    for named in (labels, indices):
+        if named is not None and not isinstance(named, str):
+            counts |= {len(named)} if hasattr(named, "__len__") and np.ndim(named) else {1}
     if len(counts) > 1:
         raise ValueError(
-            f"{name} {values.shape}, mask {mask.shape} and labels disagree on the number of images: {sorted(counts)}."
+            f"{name} {values.shape}, mask {mask.shape}, labels and indices disagree on the number of images: "
+            f"{sorted(counts)}."
         )
     total = counts.pop() if counts else 1
+    if not total:
+        raise ValueError(f"{name} {values.shape} and mask {mask.shape} hold no image; expected at least one.")
     xp = jnp if isinstance(values, jax.Array) else np
     return xp.broadcast_to(values, (total, *shape)), np.broadcast_to(mask, (total, *shape[:2]))
 

@@ -125,7 +125,7 @@ def sample_latents(
         noise: None, or a recorded [B, S, T + 1, D] array in generation order (initial noise first, then the draw of
             each diffusion step from the last to the first).
         batch_size: images computed at once (default: all, at most 64); rounded up to fill the devices. With
-            `labels=None` and no `indices`, the number of images.
+            `labels=None` and no `indices` (nor `known`), the number of images.
         indices: [B] non-negative integers that name the images: together with `rng` they determine orders and
             noise. Default 0..B-1.
         known: tokens to keep, from which the others are decoded (see `marjax.inpaint_latents`); not traced.
@@ -156,12 +156,17 @@ def sample_latents(
     devices = _devices(params.mar, (rng, images, cfg, temperature))
     dtype = _compute_dtype(dtype, devices)
     shares = max(1, len(devices))
-    at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or (labels is None and indices is None) else batch_size
+    # Where nothing else tells how many images there are to be, batch_size does.
+    counted = labels is None and indices is None and known is None
+    at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or counted else batch_size
     groups = _groups(images.known, len(images.indices))
     latents, done = [], 0
     for num_known, members in groups:
         if num_known == config.seq_len:
             latents.append(codec.unpatchify(images.known.tokens[members], config.patch_size))
+            done += len(members)
+            if progress is not None:
+                progress(done)
             continue
         plan = plan_for(config, num_iter, num_steps, num_known)
         static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)

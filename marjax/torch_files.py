@@ -129,10 +129,13 @@ def read(path: str | os.PathLike[str], weights: str | None = None) -> WeightFile
         )
 
 
-def write(
+@contextlib.contextmanager
+def writing(
     path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], config: MARConfig, *, overwrite: bool = False
-) -> None:
-    """Writes a flat safetensors file, one tensor after the other; equal arguments give equal bytes.
+) -> Iterator[None]:
+    """Context manager that writes a flat safetensors file, one tensor after the other; equal arguments, equal bytes.
+
+    The file is written at once, and appears when the block ends without an error.
 
     Args:
         path: the file to make.
@@ -158,6 +161,8 @@ def write(
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        file.flush()
+        yield
 
 
 # Everything below raises clauses.
@@ -221,6 +226,8 @@ def _check_no_choice(weights: str | None) -> None:
 def _read_torch(path: Path, weights: str | None) -> WeightFile:
     torch = _import_torch()
     _check_archive(path)
+    if path.suffix == SUFFIX:  # which torch itself goes by
+        raise ValueError("it is a file of torch.save with another name; rename it to .pth")
     with _parsing("torch cannot read it safely"), _namespace_only(torch), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of what it then refuses
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -319,9 +326,11 @@ def _arrays(torch: ModuleType, tensors: Mapping[str, Any], size: int) -> dict[st
     """Views of tensors, which together cannot be larger than their file: strides could make much of little."""
     arrays = {}
     for key, tensor in tensors.items():
+        if not isinstance(key, str):
+            raise ValueError(f"its entry {key!r} has no name")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise ValueError(f"its entry {key} is a {type(tensor).__name__}, expected a tensor")
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_neg()
         narrow = tensor.dtype == torch.bfloat16  # which numpy knows through ml_dtypes only
         arrays[key] = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if narrow else tensor.numpy()
     if sum(array.nbytes for array in arrays.values()) > size:

@@ -87,9 +87,9 @@ def train(
     tx = optimizer.make_optimizer(train_config.optimizer, schedule)
 
     out = Path(out)
-    document = _document(config, train_config, source, init_from)
+    document = _document(config, train_config, source, init_from, vae)
     # What runs of versions that did not record a value had.
-    run_dir.check(out, document, _document(MARConfig(), TrainConfig(), source, None))
+    run_dir.check(out, document, _document(MARConfig(), TrainConfig(), source, None, None))
     state = init_state(config, train_config, tx)
     if init_from is not None:
         state = state.replace(params=_masters(init_from), ema=_masters(init_from))
@@ -126,7 +126,11 @@ def _export(run: Run, config: MARConfig, vae: PyTree | None, facts: dict[str, An
 
 
 def _document(
-    config: MARConfig, train_config: TrainConfig, source: data.Source, init_from: MARParams | None
+    config: MARConfig,
+    train_config: TrainConfig,
+    source: data.Source,
+    init_from: MARParams | None,
+    vae: PyTree | None,
 ) -> dict[str, Any]:
     """What must not change while a run goes on, as it reads from `config.json`."""
     free = ("epochs", "log_every", "save_every")
@@ -134,7 +138,10 @@ def _document(
     facts = {"num_images": len(source), "class_names": source.class_names}
     if isinstance(source, LatentSource):
         facts["latents"] = source.fingerprint
-    start = {"init_from": None if init_from is None else checkpoint.fingerprint(init_from)}
+    start = {
+        "init_from": None if init_from is None else checkpoint.fingerprint(init_from),
+        "vae": None if vae is None else checkpoint.tree_fingerprint(vae),
+    }
     return json.loads(json.dumps({"model": config.to_dict(), "train": recipe, "data": facts, "start": start}))
 
 

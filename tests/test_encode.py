@@ -288,9 +288,7 @@ def test_extend_cuts_what_lies_behind(tmp_path):
     extend(file, b"new", 0)
     assert file.read_bytes() == b"new"
     for path, size in ((file, 3), (tmp_path / "missing", 0)):
-        with pytest.raises(
-            ValueError, match=rf"has {size} bytes where 4 were written, so it was damaged; start afresh"
-        ):
+        with pytest.raises(ValueError, match=rf"has {size} bytes where 4 were written, so it was damaged; remove it"):
             extend(path, b"z", 4)
     assert file.read_bytes() == b"new" and not (tmp_path / "missing").exists()
 

@@ -128,7 +128,8 @@ def remove(path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["out", "out.safetensors"])
 def test_kill_convert(tmp_path, target):
-    torch_files.write(tmp_path / "reference.safetensors", convert.to_state_dict(model(0)), CONFIG)
+    with torch_files.writing(tmp_path / "reference.safetensors", convert.to_state_dict(model(0)), CONFIG):
+        pass
     before, expected, found = visible(tmp_path), fingerprint(model(0)), []
 
     def check(ended):
@@ -229,7 +230,8 @@ def folder(tmp_path_factory):
     """A model in both forms, images, and a compilation cache; not to be written to."""
     path = tmp_path_factory.mktemp("limited")
     save(model(0), path / "model")
-    torch_files.write(path / "reference.safetensors", convert.to_state_dict(model(0)), CONFIG)
+    with torch_files.writing(path / "reference.safetensors", convert.to_state_dict(model(0)), CONFIG):
+        pass
     make_images(path / "photos", {"cat": 4, "dog": 4})
     # Programs are compiled and kept without a limit.
     for words in (

@@ -171,6 +171,9 @@ def test_unconditional_and_inside_a_users_jit():
         ({"image": np.full((8, 8, 1), 2.0)}, r"image holds values from 2.0 to 2.0 outside the mask; expected \[0, 1\]"),
         ({"image": np.full((8, 8, 1), np.nan)}, "image holds values from nan to nan outside the mask"),
         ({"image": np.zeros((8, 8, 1), int)}, r"image is int64; expected uint8, or floating point in \[0, 1\]"),
+        ({"image": np.zeros((0, 8, 8, 1)), "labels": None}, r"image \(0, 8, 8, 1\) and mask .* hold no image"),
+        ({"image": [[0.0], [1.0, 2.0]]}, "mask and image must be arrays, or lists of equal shapes"),
+        ({"indices": [0, 1, 2], "image": np.zeros((2, 8, 8, 1))}, r"labels and indices disagree .*: \[2, 3\]"),
         ({"labels": [0, 7]}, "labels holds 7; expected 0 to 2"),
         ({"num_iter": 17}, r"num_iter=17 must be an integer in \[1, 16\]"),
     ],
@@ -194,3 +197,30 @@ def test_what_inpainting_refuses_beside():
     latent = PARAMS.replace(config=dataclasses.replace(CONFIG, vae=VAEConfig(ch_mult=(1, 1, 1, 1))))
     with pytest.raises(ValueError, match="carries no autoencoder; use inpaint_latents"):
         marjax.inpaint(latent, KEY, [0], image=np.zeros((64, 64, 3)), mask=np.ones((64, 64), bool))
+
+
+def test_several_images_of_one_picture_in_batches(monkeypatch):
+    """Without labels: `indices` tell how many there are to be, `batch_size` how many at once; progress counts all."""
+    sizes, real = [], sample._run
+    monkeypatch.setattr(sample, "_run", lambda *args: sizes.append(len(args[3].indices)) or real(*args))
+    image, mask = np.full((8, 8, 1), 0.25, np.float32), np.zeros((8, 8), bool)
+    mask[:4] = True
+    options = {"image": image, "mask": mask, **PIXEL_OPTIONS}
+    got = marjax.inpaint(pixel_model(), KEY, None, indices=[0, 1, 2], batch_size=1, **options)
+    assert sizes == [1, 1, 1] and got.shape == (3, 8, 8, 1)
+    assert not np.array_equal(got[0], got[1])
+    np.testing.assert_array_equal(got[:, 4:], np.broadcast_to(image[4:], (3, 4, 8, 1)))
+
+    done = []
+    masks = np.stack([mask, np.zeros_like(mask), ~np.zeros_like(mask)])
+    marjax.inpaint(pixel_model(), KEY, [0, 1, 2], progress=done.append, **{**options, "mask": masks})
+    assert done[-1] == 3
+
+
+def test_latents_that_are_pixels_are_refused():
+    with pytest.raises(ValueError, match="latents are uint8; expected floating point, in the model's scale"):
+        marjax.inpaint_latents(PARAMS, KEY, [0], latents=np.zeros((8, 8, 16), np.uint8), mask=np.ones((8, 8), bool))
+    with pytest.raises(TypeError, match=r"mask or latents is a list with traced entries; give one array"):
+        jax.eval_shape(
+            lambda m: marjax.inpaint_latents(PARAMS, KEY, [0], latents=LATENTS[0], mask=[m] * 8), np.ones(8, bool)
+        )

@@ -88,6 +88,9 @@ images = {
     "committed_weights": (on_second := generate(params=second, key=jax.device_put(t.KEY, devices[2]))),
     "replicated_weights": generate(params=jax.device_put(t.PARAMS, NamedSharding(mesh, P()))),
 }
+elsewhere = jax.device_put(np.zeros((4, 8, 8, 16), np.float32), devices[2])
+everything = {"latents": elsewhere, "mask": np.ones((8, 8), bool)}
+images["inpainted_elsewhere"] = t.marjax.inpaint_latents(second, t.KEY, labels, **everything, **options)
 assert on_second.devices() == {devices[1]}
 assert len(images["everywhere"].devices()) == 4 == len(images["replicated_weights"].devices())
 with jax.set_mesh(mesh):
@@ -118,6 +121,6 @@ def test_devices_follow_the_weights_and_the_users_mesh(tmp_path):
     results = with_four_devices(PLACEMENT_SCRIPT, tmp_path)
     np.testing.assert_allclose(results.pop("of_shards"), results.pop("first_index"), rtol=0, atol=1e-3)
     expected = results.pop("everywhere")
-    assert len(results) == 10
+    assert len(results) == 11
     for name, images in results.items():
         np.testing.assert_allclose(images, expected, rtol=0, atol=1e-3, err_msg=name)

@@ -135,6 +135,9 @@ def test_models_with_their_autoencoder(source, tmp_path):
     model = train(CONFIG, RECIPE, source, tmp_path / "run", vae=random_vae())
     for got in (model, load(tmp_path / "run" / "ema"), load(tmp_path / "run" / "raw")):
         assert_same(got.vae, random_vae())
+    # A run does not lose it on the way.
+    with pytest.raises(ValueError, match=r"\(different: start.vae\); give the same options"):
+        train(CONFIG, RECIPE, source, tmp_path / "run")
 
 
 def test_other_latents_are_refused(source, images, tmp_path, monkeypatch):

@@ -96,6 +96,18 @@ def test_training_takes_autoencoder_and_names_from_the_latents(marjax, latents, 
     np.testing.assert_array_equal(call["vae"]["quant_conv"]["bias"], random_vae()["quant_conv"]["bias"])
 
 
+def test_training_keeps_the_autoencoder_of_the_model_it_starts_from(marjax, latents, autoencoder, trained):
+    assert marjax("train", "--data", latents, "--out", "run", "--init-from", autoencoder)[0] == 0
+    np.testing.assert_array_equal(trained[0]["vae"]["quant_conv"]["bias"], random_vae()["quant_conv"]["bias"])
+
+
+def test_training_on_latents_does_not_take_after_a_pixel_model(marjax, latents, trained):
+    shape = ("--img-size", 8, "--vae-stride", 2, "--vae-embed-dim", 4, "--class-num", 2)
+    assert marjax("train", "--data", latents, "--out", "run", *shape)[0] == 0
+    config = trained[0]["config"]
+    assert not config.clip_denoised and config.encoder_embed_dim == 768  # MAR-B's
+
+
 def test_training_goes_on_with_the_scale_of_a_model(marjax, latents, trained):
     """Which `train` refuses, if the latents have another."""
     other = dataclasses.replace(LATENT, vae=dataclasses.replace(TINY_VAE, scale=2.0))
@@ -114,11 +126,13 @@ def test_training_goes_on_with_the_scale_of_a_model(marjax, latents, trained):
         ("--model fashion_mnist", "fashion_mnist carries no autoencoder; give a checkpoint that does."),
         ("--model missing", "Cannot load 'missing': no such path"),
         ("--data missing", "missing does not exist"),
-        ("--out photos", "is not empty and holds no cached latents; give another directory."),
+        ("--out photos", "photos lies inside the images' directory; it would become a class of them."),
+        ("--out latent.txt", "Cannot make the directory latent.txt: File exists; give another."),
         ("--save-dtype bfloat16", "--save-dtype: invalid choice: 'bfloat16'"),
     ],
 )
 def test_bad_input(refused, photos, autoencoder, words, message):
+    Path("latent.txt").touch()
     command = ("encode", "--data", photos, "--model", autoencoder, "--out", "latents", "--img-size", 8)
     assert message in refused(*command, *words.split())
     assert not Path("latents").exists()
@@ -142,4 +156,15 @@ def test_latents_where_images_are_needed(refused, latents, autoencoder, data):
     assert "holds latents of 8 x 8 images, the model expects 256 x 256" in refused(
         "train", "--data", latents, "--out", "run", "--preset", "mar_base"
     )
-    assert "vae.embed_dim=4 must equal vae_embed_dim=1." in refused("train", "--data", latents, "--out", "run", *size)
+    assert "img_size=8 must be a multiple of vae_stride * patch_size = 16 * 1." in refused(
+        "train", "--data", latents, "--out", "run", *size
+    )
+
+
+def test_a_latent_model_without_its_autoencoder_makes_no_images(refused):
+    save(random_model(LATENT), "bare")
+    Image.new("RGB", (8, 8)).save("x.png")
+    message = "bare makes latents and carries no autoencoder; convert it with --vae, or train it with --vae-path."
+    for words in (("sample", "--out", "dir"), ("inpaint", "--image", "x.png", "--mask", "x.png")):
+        assert message in refused(words[0], "--model", "bare", *words[1:])
+    assert not Path("dir").exists()

@@ -65,3 +65,13 @@ def test_inpaint_bad_input(refused, model, picture, tmp_path, words, message):
     Image.fromarray(np.zeros((8, 9), np.uint8)).save(tmp_path / "large.png")
     assert message in refused(*COMMAND, "--model", model, *words)
     assert not {"inpainted.png", "out.jpg"} & {path.name for path in tmp_path.iterdir()}
+
+
+def test_inpaint_pictures_that_would_be_misread(refused, model, picture, tmp_path):
+    Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(tmp_path / "deep.png")
+    Image.new("L", (8, 8)).save(tmp_path / "black.png")
+    for option in ("--image", "--mask"):
+        message = refused(*COMMAND, "--model", model, option, "deep.png")
+        assert "deep.png has more than 8 bits per channel; convert it to 8 bits first." in message
+    message = refused(*COMMAND, "--model", model, "--mask", "black.png")
+    assert "--mask black.png selects nothing; make white what is to be generated." in message

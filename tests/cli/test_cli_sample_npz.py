@@ -69,7 +69,7 @@ PLACES = {
     "record": (growing, "write_record"),
     "savez": (np, "savez"),
     "replace": (Path, "replace"),
-    "rmtree": (shutil, "rmtree"),
+    "rmtree": (image_array.ImageArray, "_remove_partial"),
 }
 
 
@@ -122,13 +122,13 @@ def test_refusals(marjax, refused, model, calls, monkeypatch):
     assert "--out-npz s.npy: the name must end in .npz" in refused("sample", "--model", model, "--out-npz", "s.npy")
     assert "not allowed with argument" in refused("sample", "--model", model, *WORDS, "--out", "grid.png")
     Path("s.npz").write_bytes(b"mine")
-    assert "s.npz exists and holds something else; choose another" in refused("sample", "--model", model, *WORDS)
+    assert "s.npz exists and is damaged, or holds something else; choose" in refused("sample", "--model", model, *WORDS)
     assert Path("s.npz").read_bytes() == b"mine"
     Path("s.npz").unlink()
     assert marjax("sample", "--model", model, *WORDS)[0] == 0
     changed = ("--per-class", 2, "--seed", 4, "--out-npz", "s.npz")
-    assert "s.npz exists and holds something else" in refused("sample", "--model", model, *changed)
-    assert "Cannot make the directory nowhere/s.npz.partial: No such file" in refused(
+    assert "s.npz exists and is damaged, or holds something else" in refused("sample", "--model", model, *changed)
+    assert "/nowhere/s.npz.partial: No such file or directory; write elsewhere." in refused(
         "sample", "--model", model, "--out-npz", "nowhere/s.npz"
     )
     usage = shutil.disk_usage(".")
@@ -178,3 +178,30 @@ def test_many_classes_are_not_all_drawn_by_default(refused, marjax, tmp_path, ca
     assert marjax("sample", "--model", "many", "--labels", "100", *FAST)[0] == 0
     assert marjax("sample", "--model", "many", "--per-class", 1, "--out-npz", "s.npz", *FAST)[0] == 0
     assert arrays()["arr_1"].tolist() == list(range(101))
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_lies_in_the_way_stays(marjax, refused, model, calls, complete):
+    if complete:
+        assert marjax("sample", "--model", model, *WORDS)[0] == 0
+    Path("s.npz.partial/sub").mkdir(parents=True)
+    message = refused("sample", "--model", model, *WORDS)
+    assert "s.npz.partial holds sub, which is not ours; choose another name." in message
+    assert Path("s.npz.partial/sub").is_dir()
+
+
+def test_a_damaged_array_is_not_complete(marjax, refused, model, calls):
+    assert marjax("sample", "--model", model, *WORDS)[0] == 0
+    content = bytearray(Path("s.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    Path("s.npz").write_bytes(content)
+    assert "s.npz exists and is damaged" in refused("sample", "--model", model, *WORDS)
+
+
+def test_links_are_followed(marjax, refused, model, calls):
+    Path("other").mkdir()
+    Path("s.npz").symlink_to("other/real.npz")
+    assert marjax("sample", "--model", model, *WORDS)[0] == 0
+    assert Path("s.npz").is_symlink() and Path("other/real.npz").is_file()
+    Path("t.npz.partial").symlink_to("other")
+    assert "t.npz.partial is a link" in refused("sample", "--model", model, "--out-npz", "t.npz")

@@ -105,7 +105,7 @@ def test_autoencoder_alone(converted, marjax):
 
 
 @pytest.mark.torch
-def test_model_with_its_autoencoder(converted, refused):
+def test_model_with_its_autoencoder(converted, refused, monkeypatch, tmp_path):
     options = ("--vae", GOLDEN / "vae_small.ckpt", "--vae-stride", "16", "--img-size", "128")
     message = refused(GOLDEN / "tiny.pth", "both", *options[:2])
     assert "vae_stride=8 according to its args and vae_stride=16 according to the autoencoder; give --" in message
@@ -124,6 +124,14 @@ def test_model_with_its_autoencoder(converted, refused):
     assert checkpoint.load("again").config == params.config
     out = converted("both", "alone.safetensors", "--to", "safetensors")
     assert "ignored: the autoencoder, which --vae FILE writes in both" in out
+    for same in ("o.safetensors", "./o.safetensors"):
+        message = refused("both", "o.safetensors", "--to", "safetensors", "--vae", same)
+        assert "The model and its autoencoder cannot both be written to o.safetensors; give --vae another" in message
+    # Together or not at all: nothing of a pair whose second file cannot be written.
+    monkeypatch.setattr("marjax.convert_vae.vae_source", lambda *path: pytest.fail("no autoencoder"))
+    with pytest.raises(pytest.fail.Exception):
+        converted("both", "first.safetensors", "--to", "safetensors", "--vae", "second.safetensors")
+    assert not list(tmp_path.glob("*first*")) and not list(tmp_path.glob(".tmp-*"))
     message = refused("mar.safetensors", "x", "--vae", "mar.safetensors")
     assert "it is a MAR model, expected MAR's autoencoder after --vae" in message
 
@@ -311,3 +319,39 @@ def test_reference_file_on_a_full_disk(converted, refused, monkeypatch):
     monkeypatch.setattr("marjax.torch_files.np.ascontiguousarray", full)
     message = refused("small", "out.safetensors", "--to", "safetensors")
     assert "Cannot write out.safetensors: the disk is full; free some space or write elsewhere." in message
+
+
+def test_overwriting_what_is_no_checkpoint(refused, tmp_path):
+    write_small("small.safetensors")
+    for content in ({"params/precious.txt": "x"}, {"config.json": '{"format": "other"}'}):
+        for name, text in content.items():
+            (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "mine" / name).write_text(text)
+        message = refused("small.safetensors", "mine", *SMALL_OPTIONS, "--overwrite")
+        assert "Cannot write mine: it holds something else than a checkpoint; choose another name." in message
+    for name in ("fashion_mnist", "fashion_mnist/"):
+        assert "load would give the shipped model of that name" in refused("small.safetensors", name, *SMALL_OPTIONS)
+
+
+@pytest.mark.parametrize("ratio", ["inf", "nan", "1e308", "-1"])
+def test_ratios_that_are_none(refused, ratio):
+    write_small("small.safetensors")
+    message = refused("small.safetensors", "out", *SMALL_OPTIONS, f"--mlp-ratio={ratio}")
+    assert "expected a positive number" in message or "must be finite and > 0" in message
+
+
+@pytest.mark.torch
+def test_odd_tensors_and_keys(converted, refused, tmp_path):
+    import torch
+
+    state = {key: torch.from_numpy(array.copy()) for key, array in small_state().items()}
+    negated = {key: torch._neg_view(-tensor) for key, tensor in state.items()}
+    torch.save({"model": negated}, tmp_path / "negated.pth")
+    converted("negated.pth", "negated", *SMALL_OPTIONS)
+    same_arrays(state_of("negated"), small_state())
+    torch.save({"model": {**state, 3: state["z_proj.bias"]}}, tmp_path / "number.pth")
+    assert "its entry 3 has no name" in refused("number.pth", "out", *SMALL_OPTIONS)
+    (tmp_path / "negated.pth").rename(tmp_path / "renamed.safetensors")
+    assert "it is a file of torch.save with another name; rename it to .pth" in refused(
+        "renamed.safetensors", "out", *SMALL_OPTIONS
+    )
