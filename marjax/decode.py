@@ -24,6 +24,7 @@ from jax import lax
 
 from marjax import diffusion, diffusion_head, mar
 from marjax.accel.base import Accel, StepInput
+from marjax.accel.head import HeadInput
 from marjax.config import MARConfig
 from marjax.layers import dense
 from marjax.noise_schedule import NoiseSchedule
@@ -40,10 +41,13 @@ class DecodeState:
     Attributes:
         tokens: [B, S + max P, D] float32, in generation order.
         cache: the token policy's.
+        residual: [B, S, E] unconditional minus conditional decoder output at the last refresh; None without a condition
+            cache.
     """
 
     tokens: Array
     cache: PyTree
+    residual: Array | None
 
 
 def decode(
@@ -53,6 +57,7 @@ def decode(
     rows: tuple[Rows, ...],
     *,
     accel: Accel,
+    keys: Array,
     order: Array,
     known: Array | None = None,
     class_emb: Array,
@@ -69,6 +74,7 @@ def decode(
         segments: the plan's static sizes.
         rows: the plan's per-step numbers, one entry per segment.
         accel: the cache policies.
+        keys: [B] keys of the images, for policies that draw.
         order: [B, S] int32, image position of each token in generation order.
         known: None, or [B, S, D] float32 tokens in image order, of which those that come first in `order` are given;
             the others must be finite.
@@ -86,17 +92,17 @@ def decode(
     head = diffusion_head.unstack(params["diffloss"])
     time = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule.timestep_map))  # [T, W]
 
+    conditioned = guidance is not None and accel.condition is not None
+
     def sample_tokens(z: Array, step: Rows, num_predicted: int) -> Array:
         """Z [R, P, E] -> tokens [B, P, D]."""
         cond = dense(head["cond_embed"], z.reshape(-1, z.shape[-1]))
 
-        def denoise(x: Array, row: Array) -> tuple[Array, Array]:
-            eps, v = jnp.split(diffusion_head.apply(head, x, time[row], cond), 2, axis=-1)
-            if guidance is None:
-                return eps, v
+        def denoise(cache: PyTree, x: Array, row: Array) -> tuple[PyTree, Array, Array]:
+            evaluation = HeadInput(head, x, time[row], cond, row, noise_schedule.num_steps)
+            cache, eps_c, eps_u, v = accel.head.apply(cache, evaluation)
             # Only the conditional half's variance is ever used: both halves go on from its sample.
-            (eps_c, eps_u), (v_c, _) = jnp.split(eps, 2), jnp.split(v, 2)
-            return eps_u + guidance(step) * (eps_c - eps_u), v_c
+            return cache, eps_c if eps_u is None else eps_u + guidance(step) * (eps_c - eps_u), v
 
         tokens = diffusion.sample(
             denoise,
@@ -104,8 +110,28 @@ def decode(
             noise_schedule,
             temperature=temperature,
             clip_denoised=config.clip_denoised,
+            cache=accel.head.init(head, batch * num_predicted, guided=guidance is not None),
         )
         return tokens.reshape(batch, num_predicted, -1)
+
+    def transform(view: StepInput, cache: PyTree, residual: Array | None) -> tuple[PyTree, Array | None, Array]:
+        """The cache and the residual after a step, and the decoder's output [R, P, E]."""
+
+        def full(cache: PyTree, residual: Array | None) -> tuple[PyTree, Array | None, Array]:
+            cache, x = accel.tokens.full(cache, view)
+            return cache, x[batch:] - x[:batch] if conditioned else residual, view.predicted(x)
+
+        def cached(cache: PyTree, residual: Array | None) -> tuple[PyTree, Array | None, Array]:
+            if not conditioned:
+                cache, x = accel.tokens.cached(cache, view)
+                return cache, residual, x
+            cache, x = accel.tokens.cached(cache, view.replace(class_emb=class_emb[:batch]))
+            return cache, residual, jnp.concatenate([x, x + view.predicted(residual)])
+
+        segment = view.segment
+        if segment.num_refresh in (0, segment.num_steps):
+            return (full if segment.num_refresh else cached)(cache, residual)
+        return lax.cond(view.rows.refresh, full, cached, cache, residual)
 
     def make_step(segment: Segment):
         def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, None]:
@@ -115,14 +141,15 @@ def decode(
                 class_emb=class_emb,
                 positions=positions,
                 rows=step_rows,
+                keys=keys,
                 config=config,
                 segment=segment,
             )
-            cache, x = accel.tokens.apply(state.cache, view)
+            cache, residual, x = transform(view, state.cache, state.residual)
             z = mar.condition(params, x, view.predicted(positions.diffusion))
             new = sample_tokens(z, step_rows, segment.predicted)
             tokens = lax.dynamic_update_slice_in_dim(state.tokens, new, step_rows.num_known, axis=1)
-            return DecodeState(tokens=tokens, cache=cache), None
+            return DecodeState(tokens=tokens, cache=cache, residual=residual), None
 
         return step
 
@@ -131,7 +158,13 @@ def decode(
         tokens = tokens.at[:, :seq_len].set(jnp.take_along_axis(known, order[..., None], axis=1))
     state = DecodeState(
         tokens=tokens,
-        cache=accel.tokens.init(config, class_emb.shape[0], params["z_proj"]["kernel"].dtype),
+        cache=accel.tokens.init(
+            config,
+            rows=batch if conditioned else class_emb.shape[0],
+            room=max(segment.previous for segment in segments),
+            dtype=params["z_proj"]["kernel"].dtype,
+        ),
+        residual=jnp.zeros((batch, seq_len, config.decoder_embed_dim)) if conditioned else None,
     )
     for segment, segment_rows in zip(segments, rows, strict=True):
         state, _ = lax.scan(make_step(segment), state, segment_rows)

@@ -22,10 +22,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from marjax import arguments, codec, decode, mar
 from marjax.accel import Accel, resolve
+from marjax.accel.plan import plan_for
 from marjax.arguments import Images, Known
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.noise_schedule import noise_schedule
-from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
+from marjax.schedule import Rows, Segment
 from marjax.types import DTYPES, Array, MARParams, PyTree, cast_matrices
 
 
@@ -152,7 +153,7 @@ def sample_latents(
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
-    num_iter = arguments.check_num_iter(config, num_iter)
+    num_iter, accel = arguments.check_num_iter(config, num_iter), resolve(accel)
     devices = _devices(params.mar, (rng, images, cfg, temperature))
     dtype = _compute_dtype(dtype, devices)
     shares = max(1, len(devices))
@@ -168,8 +169,8 @@ def sample_latents(
             if progress is not None:
                 progress(done)
             continue
-        plan = plan_for(config, num_iter, num_steps, num_known)
-        static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
+        plan = plan_for(config, num_iter, num_steps, num_known, accel=accel, guided=guided)
+        static = _Static(config, plan.segments, accel, guided, cfg_schedule, steps, dtype, devices)
         # Several groups are filled up to powers of two, for the sake of few shapes.
         wanted = len(members) if len(groups) == 1 else 2 ** math.ceil(math.log2(len(members)))
         size = math.ceil(min(wanted, at_once) / shares) * shares
@@ -191,29 +192,6 @@ def _groups(known: Known | None, total: int) -> list[tuple[int, np.ndarray]]:
     """Images with equally many known tokens: that number, and their positions in the call."""
     counts = np.zeros(total, int) if known is None else np.sum(~np.asarray(known.unknown), axis=1)
     return [(int(count), np.flatnonzero(counts == count)) for count in np.unique(counts)]
-
-
-def plan_for(config: MARConfig, num_iter: int, num_steps: int, num_known: int = 0) -> Plan:
-    """The decode plan of a model with `num_steps` diffusion steps per token; its cost counts multiply-adds."""
-    return make_plan(config.seq_len, num_iter, step_cost(config, num_steps), num_known)
-
-
-def step_cost(config: MARConfig, num_steps: int) -> Cost:
-    """(K, P) -> multiply-adds per image of one exact decode step with that room."""
-
-    def stack(tokens, dim: int, depth: int):
-        tokens = np.asarray(tokens, np.float64)  # the products overflow int32
-        return depth * tokens * ((4 + 2 * config.mlp_ratio) * dim**2 + 2 * tokens * dim)
-
-    width = config.diffloss_w
-    head = float(num_steps) * (config.diffloss_d * 5 * width**2 + 2 * width**2)
-    decoder = stack(config.buffer_size + config.seq_len, config.decoder_embed_dim, config.decoder_depth)
-
-    def cost(known: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        encoder = stack(config.buffer_size + known, config.encoder_embed_dim, config.encoder_depth)
-        return encoder + decoder + predicted * head
-
-    return cost
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -267,6 +245,7 @@ def _generate(
         static.segments,
         rows,
         accel=static.accel,
+        keys=keys,
         order=order,
         known=None if images.known is None else images.known.tokens,
         class_emb=class_emb,

@@ -1,0 +1,228 @@
+"""MARché's active set (arXiv 2506.12035, ECCV 2026; no code is public, so what the paper leaves open is an option).
+
+At a cached step the decoder's first layers run on all tokens. In the last of them, the decision layer, the active set
+is chosen: the tokens predicted now (generating), those predicted in the step before (caching), and of the others those
+that receive most attention from the generating ones (refreshing). Later layers run on the active set only: its queries
+attend to its fresh keys and values and to the cached ones of everything else (two-path attention), and the fresh ones
+enter the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from marjax import mar
+from marjax.accel import blocks, encoder
+from marjax.accel.base import Refresh, StepInput
+from marjax.accel.blocks import Active, KeysValues
+from marjax.accel.cost import layer_cost
+from marjax.accel.encoder import EncoderCache
+from marjax.accel.lazymar import choose
+from marjax.config import MARConfig
+from marjax.kernels.two_path_attention import two_path_attention
+from marjax.layers import attention
+from marjax.products import matmul, transposed
+from marjax.types import Array
+
+PUBLISHED_BUDGET, PUBLISHED_POSITIONS = 64, 320
+SELECT = ("attention", "least_attention", "random")
+ENCODERS = ("incremental", "full")
+ENCODER_BUFFERS = ("cached", "recomputed")
+BUFFERS = ("scored", "always", "never")
+
+
+@struct.dataclass
+class ActiveCache:
+    """What the cached rows keep.
+
+    Attributes:
+        encoder: of the incremental encoder; None with a full one.
+        deep: keys and values of the decoder layers behind the decision layer.
+    """
+
+    encoder: EncoderCache | None
+    deep: KeysValues
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActiveTokens:
+    """MARché's token cache.
+
+    Attributes:
+        budget: positions recomputed at a cached step; more where generating and caching tokens are more. None: 64 of
+            320, as published, scaled to the model.
+        refresh: which steps compute everything.
+        decision_layer: the decoder layer, counted from 1, that chooses; at least one must follow.
+        select: how refreshing tokens are chosen: "attention" they receive, "least_attention", or "random".
+        include_generating: whether the tokens predicted now are active (without, the model collapses).
+        include_caching: whether those predicted in the step before are.
+        encoder: "incremental" encodes caching tokens only, "full" everything.
+        encoder_buffers: "cached", or "recomputed" together with the caching tokens.
+        buffers: "scored" lets buffers compete like tokens, "always" and "never" decide beforehand.
+        skip_mlp: whether inactive tokens skip the MLPs; False runs them on their last residual stream.
+    """
+
+    budget: int | None = None
+    refresh: Refresh = Refresh(warmup=0, period=3)
+    decision_layer: int = 2
+    select: str = "attention"
+    include_generating: bool = True
+    include_caching: bool = True
+    encoder: str = "incremental"
+    encoder_buffers: str = "cached"
+    buffers: str = "scored"
+    skip_mlp: bool = True
+
+    def __post_init__(self):
+        for name, choices in (
+            ("select", SELECT),
+            ("encoder", ENCODERS),
+            ("encoder_buffers", ENCODER_BUFFERS),
+            ("buffers", BUFFERS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        if self.budget is not None and (not isinstance(self.budget, int) or self.budget < 1):
+            raise ValueError(f"budget={self.budget!r} must be a positive integer or None.")
+
+    def check(self, config: MARConfig) -> None:
+        """Refuses a model that is too shallow.
+
+        Raises:
+            ValueError: if no layer follows the decision layer.
+        """
+        if not 1 <= self.decision_layer < config.decoder_depth:
+            raise ValueError(
+                f"decision_layer={self.decision_layer} must be at least 1 and leave a layer behind it, but the decoder "
+                f"has {config.decoder_depth} layers."
+            )
+
+    def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
+        """[steps] active positions at each step, if it is a cached one."""
+        total = config.buffer_size + config.seq_len
+        budget = self.budget
+        if budget is None:
+            budget = round(total * PUBLISHED_BUDGET / PUBLISHED_POSITIONS)
+        forced = num_predicted * self.include_generating + num_previous * self.include_caching
+        if self.buffers == "always":
+            forced = forced + config.buffer_size
+        return np.minimum(total, np.maximum(budget, forced))
+
+    def cached_cost(self, config: MARConfig, known, previous, active):
+        """Multiply-adds of a cached step of one row, with that room."""
+        total, reach = config.buffer_size + config.seq_len, config.buffer_size + known
+        dim, ratio = config.decoder_embed_dim, config.mlp_ratio
+        rows = reach if self.encoder == "full" else previous
+        if self.encoder == "incremental" and self.encoder_buffers == "recomputed":
+            rows = rows + config.buffer_size
+        encoded = layer_cost(rows, reach, config.encoder_embed_dim, config.encoder_depth, ratio)
+        early = layer_cost(total, total, dim, self.decision_layer, ratio)
+        deep = layer_cost(
+            active,
+            total + active,
+            dim,
+            config.decoder_depth - self.decision_layer,
+            ratio,
+            mlp_rows=active if self.skip_mlp else total,
+        )
+        return encoded + early + deep
+
+    def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> ActiveCache:
+        """Zeros, which the first step replaces."""
+        total = config.buffer_size + config.seq_len
+        layers, heads = config.decoder_depth - self.decision_layer, config.decoder_num_heads
+        return ActiveCache(
+            encoder=encoder.init(config, rows, room, dtype) if self.encoder == "incremental" else None,
+            deep=blocks.empty(layers, rows, total, heads, config.decoder_embed_dim, dtype),
+        )
+
+    def full(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array]:
+        """A refresh: the exact model on all rows; the first ones, as many as the cache has, are kept."""
+        config, kept = step.config, cache.deep.k.shape[1]
+        enc, x = self._encode(cache, step)
+        x = mar.decode(step.params, config, x, start=0, stop=self.decision_layer)
+        x, deep = blocks.run(
+            step.params["decoder_blocks"],
+            x,
+            num_heads=config.decoder_num_heads,
+            start=self.decision_layer,
+            stop=config.decoder_depth,
+        )
+        deep = jax.tree.map(lambda old, new: blocks.write(old, new[:, :kept], ()), cache.deep, deep)
+        return ActiveCache(encoder=enc, deep=deep), x[:, config.buffer_size :]
+
+    def _encode(self, cache: ActiveCache, step: StepInput) -> tuple[EncoderCache | None, Array]:
+        if cache.encoder is not None:
+            return encoder.refresh(cache.encoder, step)
+        return None, step.decoder_input()
+
+    def cached(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array]:
+        """A cached step."""
+        config, stack, heads = step.config, step.params["decoder_blocks"], step.config.decoder_num_heads
+        if cache.encoder is None:
+            enc, x = None, step.decoder_input()
+        else:
+            enc, x = encoder.advance(cache.encoder, step, buffers=self.encoder_buffers == "recomputed")
+        x = mar.decode(step.params, config, x, start=0, stop=self.decision_layer - 1)
+        layer = blocks.block(stack, heads, self.decision_layer - 1)
+        q, k, v = layer.project_qkv(x)
+        x = layer.add_mlp(layer.add_attention(x, attention(q, k, v)))
+        active = self._choose(received(q, k, step), step)
+        if self.skip_mlp:
+            rows, deep = blocks.run_active(
+                stack, active.gather(x), active, cache.deep, num_heads=heads, start=self.decision_layer
+            )
+            x = active.scatter(x, rows)
+        else:
+            x, deep = self._run_every_mlp(stack, x, active, cache.deep, heads)
+        return ActiveCache(encoder=enc, deep=deep), step.predicted(x[:, config.buffer_size :])
+
+    def _choose(self, score: Array, step: StepInput) -> Active:
+        if self.select == "least_attention":
+            score = -score
+        elif self.select == "random":
+            score = step.random(score.shape[1])
+        is_buffer = jnp.arange(score.shape[1]) < step.config.buffer_size
+        if self.buffers != "scored":
+            score = jnp.where(is_buffer, jnp.inf if self.buffers == "always" else -jnp.inf, score)
+        return choose(score, step, generating=self.include_generating, caching=self.include_caching)
+
+    def _run_every_mlp(
+        self, stack, x: Array, active: Active, cache: KeysValues, heads: int
+    ) -> tuple[Array, KeysValues]:
+        """As `blocks.run_active`, but every token runs the MLPs, inactive ones on a stream without attention."""
+        usable, (rows, index) = active.outside(x.shape[1]), active.target(x.shape[1])
+
+        def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
+            x, cache = carry
+            layer = blocks.block(stack, heads, self.decision_layer + number)
+            chosen = active.gather(x)
+            q, k, v = layer.project_qkv(chosen)
+            old = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), cache)
+            attended = two_path_attention(q, k, v, old.k, old.v, fresh_mask=active.valid, cached_mask=usable)
+            x = layer.add_mlp(active.scatter(x, layer.add_attention(chosen, attended)))
+            fresh = KeysValues(k=k, v=v)
+            cache = jax.tree.map(lambda leaf, new: leaf.at[number, rows, index].set(new, mode="drop"), cache, fresh)
+            return (x, cache), None
+
+        return jax.lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]
+
+
+def received(q: Array, k: Array, step: StepInput) -> Array:
+    """[R, N] attention that each position receives from the tokens predicted now: mean over heads and those tokens.
+
+    Args:
+        q: [R, N, H, Dh] scaled queries of the decision layer.
+        k: [R, N, H, Dh] its keys.
+        step: the decode step.
+    """
+    queries = step.predicted(q[:, step.config.buffer_size :])
+    scores = matmul(jnp.swapaxes(queries, 1, 2), transposed(jnp.swapaxes(k, 1, 2)))
+    weights = jnp.mean(jax.nn.softmax(scores, axis=-1), axis=1)  # [R, P, N]
+    real = (jnp.arange(weights.shape[1]) < step.rows.num_predicted)[None, :, None]
+    return jnp.sum(jnp.where(real, weights, 0.0), axis=1) / jnp.maximum(step.rows.num_predicted, 1)

@@ -1,0 +1,92 @@
+"""The decode plan of an accelerated model: what its steps cost, which of them refresh, how much each recomputes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from marjax.accel.base import Accel, ExactTokens
+from marjax.accel.cost import layer_cost
+from marjax.config import MARConfig
+from marjax.schedule import Plan, make_plan
+
+EXACT = Accel()
+
+
+def plan_for(
+    config: MARConfig, num_iter: int, num_steps: int, num_known: int = 0, *, accel: Accel = EXACT, guided: bool = True
+) -> Plan:
+    """The plan of a decode.
+
+    Args:
+        config: the model's configuration.
+        num_iter: decode steps.
+        num_steps: diffusion steps per token.
+        num_known: tokens known before the first step.
+        accel: the acceleration.
+        guided: whether there is an unconditional half.
+
+    Raises:
+        ValueError: if the acceleration does not fit the model.
+    """
+    accel.tokens.check(config)
+    cost = StepCost(config, accel, num_steps, guided)
+    return make_plan(config.seq_len, num_iter, cost.refresh_cost, num_known, cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Cost of the steps of one decode.
+
+    Attributes:
+        config: the model's configuration.
+        accel: the acceleration.
+        num_steps: diffusion steps per token.
+        guided: whether there is an unconditional half.
+    """
+
+    config: MARConfig
+    accel: Accel
+    num_steps: int
+    guided: bool
+
+    def refresh_cost(self, known, predicted):
+        """A step that computes everything, with room for so many tokens."""
+        config = self.config
+        return self._rows * (self._encoder(config.buffer_size + known) + self._decoder()) + self._head(predicted)
+
+    def cached_cost(self, known, predicted, previous, active):
+        """A cached step with that room."""
+        rows = 1 if self.accel.condition else self._rows
+        if isinstance(self.accel.tokens, ExactTokens):
+            tokens = self._encoder(self.config.buffer_size + known) + self._decoder()
+        else:
+            tokens = self.accel.tokens.cached_cost(self.config, known, previous, active)
+        return rows * tokens + self._head(predicted)
+
+    def refresh_steps(self, num_iter: int) -> np.ndarray:
+        """[steps] bool: which steps refresh every cache."""
+        return self.accel.refresh_steps(num_iter, guided=self.guided)
+
+    def active_counts(self, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
+        """[steps] int: positions that each step recomputes in its deep layers, if it is a cached one."""
+        return self.accel.tokens.active_counts(self.config, num_predicted, num_previous)
+
+    @property
+    def _rows(self) -> int:
+        return 2 if self.guided else 1
+
+    def _encoder(self, tokens):
+        config = self.config
+        return layer_cost(tokens, tokens, config.encoder_embed_dim, config.encoder_depth, config.mlp_ratio)
+
+    def _decoder(self):
+        config = self.config
+        total = config.buffer_size + config.seq_len
+        return layer_cost(total, total, config.decoder_embed_dim, config.decoder_depth, config.mlp_ratio)
+
+    def _head(self, predicted):
+        width, depth = self.config.diffloss_w, self.config.diffloss_d
+        per_row = self.num_steps * (depth * 5 * width**2 + 2 * width**2)
+        return self._rows * np.asarray(predicted, np.float64) * per_row
