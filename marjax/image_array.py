@@ -143,7 +143,8 @@ def open_array(
         OSError: if the disk refuses, or has no room.
     """
     options = json.loads(json.dumps(options))  # as they read after a round trip
-    array = ImageArray(Path(os.path.realpath(path)), shape, labels, options)
+    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)  # a link is followed
+    array = ImageArray(target, shape, labels, options)
     if array.partial.is_symlink():
         raise ValueError(f"{array.partial} is a link, which cannot become a file beside it; remove it.")
     try:

@@ -50,3 +50,16 @@ def _load_golden(name: str) -> dict[str, np.ndarray]:
 def golden():
     """Function from a file name in tests/golden (npz or safetensors) to its arrays; do not write to them."""
     return _load_golden
+
+
+@pytest.fixture
+def marjax(capsys):
+    """Function that runs a command: (exit code, stdout, stderr)."""
+
+    from marjax import cli
+
+    def run(*words):
+        code = cli.main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run

@@ -9,7 +9,7 @@ import pytest
 from cli_helpers import TINY, random_model, write_idx
 from jax.experimental.compilation_cache import compilation_cache
 
-from marjax import cli, cli_sample
+from marjax import cli_sample
 from marjax.checkpoint import save
 
 
@@ -41,17 +41,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "tiny"
     save(random_model(TINY), path, provenance={"data": "none"})
     return str(path)
-
-
-@pytest.fixture
-def marjax(capsys):
-    """Function that runs a command: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = cli.main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

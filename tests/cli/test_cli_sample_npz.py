@@ -128,7 +128,7 @@ def test_refusals(marjax, refused, model, calls, monkeypatch):
     assert marjax("sample", "--model", model, *WORDS)[0] == 0
     changed = ("--per-class", 2, "--seed", 4, "--out-npz", "s.npz")
     assert "s.npz exists and is damaged, or holds something else" in refused("sample", "--model", model, *changed)
-    assert "/nowhere/s.npz.partial: No such file or directory; write elsewhere." in refused(
+    assert "Cannot make the directory nowhere/s.npz.partial: No such file or directory; write elsewhere." in refused(
         "sample", "--model", model, "--out-npz", "nowhere/s.npz"
     )
     usage = shutil.disk_usage(".")

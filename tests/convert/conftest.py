@@ -14,17 +14,6 @@ def surroundings(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def marjax(capsys):
-    """Function that runs a command: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = cli.main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def converted(marjax):
     """Function that converts, which must succeed, and gives the report."""
 
