@@ -25,6 +25,8 @@ from jax import lax
 from marjax import diffusion, diffusion_head, mar
 from marjax.accel.base import Accel, StepInput
 from marjax.accel.head import HeadInput
+from marjax.accel.trace import Trace, codes
+from marjax.accel.trace import to_image_order as trace_in_image_order
 from marjax.config import MARConfig
 from marjax.layers import dense
 from marjax.noise_schedule import NoiseSchedule
@@ -65,7 +67,8 @@ def decode(
     guidance: Callable[[Rows], Array] | None,
     temperature: float | Array,
     noise_schedule: NoiseSchedule,
-) -> Array:
+    return_trace: bool = False,
+) -> tuple[Array, Trace | None]:
     """Generates the tokens of a batch.
 
     Args:
@@ -83,9 +86,10 @@ def decode(
         guidance: per-step rows -> guidance scale; None without guidance.
         temperature: see `diffusion.sample`.
         noise_schedule: the diffusion steps of the head.
+        return_trace: also tell what was computed at each step.
 
     Returns:
-        [B, S, D] float32 tokens in image order.
+        [B, S, D] float32 tokens in image order, and the trace or None.
     """
     batch, seq_len = order.shape
     positions = mar.gather_positions(params, config, order)
@@ -114,19 +118,27 @@ def decode(
         )
         return tokens.reshape(batch, num_predicted, -1)
 
-    def transform(view: StepInput, cache: PyTree, residual: Array | None) -> tuple[PyTree, Array | None, Array]:
-        """The cache and the residual after a step, and the decoder's output [R, P, E]."""
+    cached_rows = batch if conditioned else class_emb.shape[0]
 
-        def full(cache: PyTree, residual: Array | None) -> tuple[PyTree, Array | None, Array]:
+    def transform(view: StepInput, cache: PyTree, residual: Array | None):
+        """The cache and the residual after a step, the decoder's output [R, P, E], and codes for the trace."""
+
+        def coded(chosen: Array | None) -> Array | None:
+            if not return_trace:
+                return None
+            return codes(chosen, view, cached_rows).reshape(cached_rows // batch, batch, -1)
+
+        def full(cache: PyTree, residual: Array | None):
             cache, x = accel.tokens.full(cache, view)
-            return cache, x[batch:] - x[:batch] if conditioned else residual, view.predicted(x)
+            residual = x[batch:] - x[:batch] if conditioned else residual
+            return cache, residual, view.predicted(x), coded(None)
 
-        def cached(cache: PyTree, residual: Array | None) -> tuple[PyTree, Array | None, Array]:
+        def cached(cache: PyTree, residual: Array | None):
             if not conditioned:
-                cache, x = accel.tokens.cached(cache, view)
-                return cache, residual, x
-            cache, x = accel.tokens.cached(cache, view.replace(class_emb=class_emb[:batch]))
-            return cache, residual, jnp.concatenate([x, x + view.predicted(residual)])
+                cache, x, chosen = accel.tokens.cached(cache, view)
+                return cache, residual, x, coded(chosen)
+            cache, x, chosen = accel.tokens.cached(cache, view.replace(class_emb=class_emb[:batch]))
+            return cache, residual, jnp.concatenate([x, x + view.predicted(residual)]), coded(chosen)
 
         segment = view.segment
         if segment.num_refresh in (0, segment.num_steps):
@@ -134,7 +146,7 @@ def decode(
         return lax.cond(view.rows.refresh, full, cached, cache, residual)
 
     def make_step(segment: Segment):
-        def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, None]:
+        def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, Array | None]:
             view = StepInput(
                 params=params,
                 tokens=state.tokens,
@@ -144,12 +156,13 @@ def decode(
                 keys=keys,
                 config=config,
                 segment=segment,
+                trace=return_trace,
             )
-            cache, residual, x = transform(view, state.cache, state.residual)
+            cache, residual, x, code = transform(view, state.cache, state.residual)
             z = mar.condition(params, x, view.predicted(positions.diffusion))
             new = sample_tokens(z, step_rows, segment.predicted)
             tokens = lax.dynamic_update_slice_in_dim(state.tokens, new, step_rows.num_known, axis=1)
-            return DecodeState(tokens=tokens, cache=cache, residual=residual), None
+            return DecodeState(tokens=tokens, cache=cache, residual=residual), code
 
         return step
 
@@ -160,15 +173,26 @@ def decode(
         tokens=tokens,
         cache=accel.tokens.init(
             config,
-            rows=batch if conditioned else class_emb.shape[0],
+            rows=cached_rows,
             room=max(segment.previous for segment in segments),
             dtype=params["z_proj"]["kernel"].dtype,
         ),
         residual=jnp.zeros((batch, seq_len, config.decoder_embed_dim)) if conditioned else None,
     )
+    coded = []
     for segment, segment_rows in zip(segments, rows, strict=True):
-        state, _ = lax.scan(make_step(segment), state, segment_rows)
-    return to_image_order(state.tokens[:, :seq_len], order)
+        state, code = lax.scan(make_step(segment), state, segment_rows)
+        coded.append(code)
+    trace = None
+    if return_trace:
+        steps = jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
+        trace = Trace(
+            refresh=steps.refresh,
+            num_known=steps.num_known,
+            num_predicted=steps.num_predicted,
+            positions=trace_in_image_order(jnp.concatenate(coded), order, config.buffer_size),
+        )
+    return to_image_order(state.tokens[:, :seq_len], order), trace
 
 
 def known_first(order: Array, unknown: Array) -> Array:

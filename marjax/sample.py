@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from marjax import arguments, codec, decode, mar
 from marjax.accel import Accel, resolve
 from marjax.accel.plan import plan_for
+from marjax.accel.trace import Trace
 from marjax.arguments import Images, Known
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.noise_schedule import noise_schedule
@@ -42,6 +43,7 @@ class _Static:
     num_sampling_steps: str
     dtype: str
     devices: tuple[jax.Device, ...]
+    return_trace: bool
 
 
 def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
@@ -60,7 +62,14 @@ def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
         ValueError, TypeError: as `sample_latents`; also if a latent model comes without its autoencoder.
     """
     check_codec(params, "sample_latents")
-    return to_images(params, sample_latents(params, rng, labels, **options), options.get("dtype"))
+    latents, *trace = as_tuple(sample_latents(params, rng, labels, **options))
+    images = to_images(params, latents, options.get("dtype"))
+    return (images, *trace) if trace else images
+
+
+def as_tuple(result: Array | tuple[Array, Trace]) -> tuple[Array] | tuple[Array, Trace]:
+    """What `sample_latents` returned, without or with a trace, as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def check_codec(params: MARParams, instead: str) -> None:
@@ -99,7 +108,8 @@ def sample_latents(
     indices: Any = None,
     known: Known | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Array:
+    return_trace: bool = False,
+) -> Array | tuple[Array, Trace]:
     """Generates latents (reference `MAR.sample_tokens`).
 
     A change of seed, labels, cfg (other than to or from 1.0) or temperature does not recompile. The function also
@@ -131,9 +141,11 @@ def sample_latents(
             noise. Default 0..B-1.
         known: tokens to keep, from which the others are decoded (see `marjax.inpaint_latents`); not traced.
         progress: called after each batch with the number of images done so far (inside a jit, while tracing).
+        return_trace: also return which positions were computed at each step (see `marjax.Trace`); not with images
+            that have different numbers of known tokens.
 
     Returns:
-        [B, h, w, c] float32 latents.
+        [B, h, w, c] float32 latents; with `return_trace`, a pair of these and the trace.
 
     Raises:
         ValueError: if an argument is out of range or shapes disagree, or if the weights give non-finite latents.
@@ -161,7 +173,9 @@ def sample_latents(
     counted = labels is None and indices is None and known is None
     at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or counted else batch_size
     groups = _groups(images.known, len(images.indices))
-    latents, done = [], 0
+    if return_trace and (len(groups) > 1 or groups[0][0] == config.seq_len):
+        raise ValueError("return_trace needs images with equally many known tokens, and something to generate.")
+    latents, traces, done = [], [], 0
     for num_known, members in groups:
         if num_known == config.seq_len:
             latents.append(codec.unpatchify(images.known.tokens[members], config.patch_size))
@@ -170,28 +184,37 @@ def sample_latents(
                 progress(done)
             continue
         plan = plan_for(config, num_iter, num_steps, num_known, accel=accel, guided=guided)
-        static = _Static(config, plan.segments, accel, guided, cfg_schedule, steps, dtype, devices)
+        static = _Static(config, plan.segments, accel, guided, cfg_schedule, steps, dtype, devices, return_trace)
         # Several groups are filled up to powers of two, for the sake of few shapes.
         wanted = len(members) if len(groups) == 1 else 2 ** math.ceil(math.log2(len(members)))
         size = math.ceil(min(wanted, at_once) / shares) * shares
         for start in range(0, len(members), size):
             # The last batch is filled up with copies of its last image, so that every batch has one shape.
             select = members[np.minimum(np.arange(start, start + size), len(members) - 1)]
-            batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
+            batch, trace = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
             latents.append(batch[: len(members) - start])
+            traces.append(trace)
             arguments.check_finite("latents", latents[-1], dtype)
             done += len(latents[-1])
             if progress is not None:
                 progress(done)
-    if len(latents) == 1:
-        return latents[0]
-    return jnp.concatenate(latents)[np.argsort(np.concatenate([members for _, members in groups]))]
+    made = latents[0]
+    if len(latents) > 1:
+        made = jnp.concatenate(latents)[np.argsort(np.concatenate([members for _, members in groups]))]
+    if not return_trace:
+        return made
+    positions = jnp.concatenate([trace.positions for trace in traces], axis=2)[:, :, : len(made)]
+    return made, traces[0].replace(positions=positions)
 
 
 def _groups(known: Known | None, total: int) -> list[tuple[int, np.ndarray]]:
     """Images with equally many known tokens: that number, and their positions in the call."""
     counts = np.zeros(total, int) if known is None else np.sum(~np.asarray(known.unknown), axis=1)
     return [(int(count), np.flatnonzero(counts == count)) for count in np.unique(counts)]
+
+
+# How a trace lies on the devices: its positions are split over the images.
+_TRACE_SPECS = Trace(PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec(None, None, "batch"))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -203,8 +226,8 @@ def _run(
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
-) -> Array:
-    """One batch of latents, split evenly over the devices."""
+) -> tuple[Array, Trace | None]:
+    """One batch of latents, split evenly over the devices, and its trace if asked for."""
     generate = functools.partial(_generate, static)
     if len(static.devices) > 1:
         shared, split = PartitionSpec(), PartitionSpec("batch")
@@ -212,10 +235,11 @@ def _run(
             generate,
             mesh=Mesh(np.array(static.devices), ("batch",)),
             in_specs=(shared, shared, split, shared, shared, shared),
-            out_specs=split,
+            out_specs=(split, _TRACE_SPECS if static.return_trace else None),
             check_vma=False,
         )
-    return codec.unpatchify(generate(params, rng, images, rows, cfg, temperature), static.config.patch_size)
+    tokens, trace = generate(params, rng, images, rows, cfg, temperature)
+    return codec.unpatchify(tokens, static.config.patch_size), trace
 
 
 def _generate(
@@ -226,8 +250,8 @@ def _generate(
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
-) -> Array:
-    """One device's share of a batch: [B, S, D] tokens in image order."""
+) -> tuple[Array, Trace | None]:
+    """One device's share of a batch: [B, S, D] tokens in image order, and its trace."""
     config = static.config
     params = cast_matrices(params, DTYPES[static.dtype])
     schedule = noise_schedule(static.num_sampling_steps)
@@ -255,6 +279,7 @@ def _generate(
         guidance=(lambda step: step.guidance(cfg, static.cfg_schedule)) if static.guided else None,
         temperature=temperature,
         noise_schedule=schedule,
+        return_trace=static.return_trace,
     )
 
 

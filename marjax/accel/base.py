@@ -36,6 +36,7 @@ class StepInput:
         keys: [B] keys of the images, for policies that draw.
         config: the model's configuration.
         segment: static sizes.
+        trace: whether anybody wants to know which positions a cached step computed.
     """
 
     params: PyTree
@@ -46,6 +47,7 @@ class StepInput:
     keys: Array
     config: MARConfig = struct.field(pytree_node=False)
     segment: Segment = struct.field(pytree_node=False)
+    trace: bool = struct.field(pytree_node=False)
 
     def predicted(self, x: Array) -> Array:
         """Rows of the tokens predicted now: [.., S, E] in generation order -> [.., P, E].
@@ -128,8 +130,13 @@ class TokenPolicy(Protocol):
     def full(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array]:
         """The cache after a refresh, and the decoder's output [R, S, E] (before its norm)."""
 
-    def cached(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array]:
-        """The cache after a cached step, and the decoder's output [R, P, E] for the tokens predicted now."""
+    def cached(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array, Array | None]:
+        """A cached step.
+
+        Returns:
+            The cache after it; the decoder's output [R, P, E] for the tokens predicted now; and if `step.trace`,
+            [R, N] bool, True at the positions that were computed in the deep layers (None: everywhere).
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +163,10 @@ class ExactTokens:
         x = mar.decode(step.params, step.config, step.decoder_input())
         return cache, x[:, step.config.buffer_size :]
 
-    def cached(self, cache: None, step: StepInput) -> tuple[None, Array]:
+    def cached(self, cache: None, step: StepInput) -> tuple[None, Array, None]:
         """The same."""
         cache, x = self.full(cache, step)
-        return cache, step.predicted(x)
+        return cache, step.predicted(x), None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

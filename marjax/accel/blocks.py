@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from marjax.accel.base import StepInput
 from marjax.kernels.two_path_attention import two_path_attention
 from marjax.layers import Block, attention
 from marjax.types import Array, PyTree
@@ -91,6 +92,10 @@ class Active:
         """[R, N] True at the positions that are not chosen."""
         everywhere = jnp.ones((self.index.shape[0], positions), bool)
         return everywhere.at[self.target(positions)].set(False, mode="drop")
+
+    def chosen(self, positions: int, step: StepInput) -> Array | None:
+        """[R, N] True at the positions that are chosen, if anybody wants to know."""
+        return ~self.outside(positions) if step.trace else None
 
 
 def run_active(

@@ -121,7 +121,7 @@ class LazyTokens:
         values = blocks.write(cache.values, chosen.v[0, :kept], ())
         return LazyCache(encoder=enc, deep=deep, values=values), x[:, config.buffer_size :]
 
-    def cached(self, cache: LazyCache, step: StepInput) -> tuple[LazyCache, Array]:
+    def cached(self, cache: LazyCache, step: StepInput) -> tuple[LazyCache, Array, Array | None]:
         """A cached step."""
         config, stack, prune = step.config, step.params["decoder_blocks"], self.prune_layer
         enc, x = encoder.advance(cache.encoder, step, buffers=True)
@@ -134,7 +134,7 @@ class LazyTokens:
         x, deep = blocks.run_active(stack, x, active, cache.deep, num_heads=config.decoder_num_heads, start=prune + 1)
         everywhere = jnp.zeros((x.shape[0], config.buffer_size + config.seq_len, x.shape[2]))
         out = active.scatter(everywhere, x)[:, config.buffer_size :]
-        return LazyCache(encoder=enc, deep=deep, values=v), step.predicted(out)
+        return LazyCache(encoder=enc, deep=deep, values=v), step.predicted(out), active.chosen(v.shape[1], step)
 
 
 def cosine(a: Array, b: Array) -> Array:

@@ -161,7 +161,7 @@ class ActiveTokens:
             return encoder.refresh(cache.encoder, step)
         return None, step.decoder_input()
 
-    def cached(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array]:
+    def cached(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array, Array | None]:
         """A cached step."""
         config, stack, heads = step.config, step.params["decoder_blocks"], step.config.decoder_num_heads
         if cache.encoder is None:
@@ -180,7 +180,8 @@ class ActiveTokens:
             x = active.scatter(x, rows)
         else:
             x, deep = self._run_every_mlp(stack, x, active, cache.deep, heads)
-        return ActiveCache(encoder=enc, deep=deep), step.predicted(x[:, config.buffer_size :])
+        cache = ActiveCache(encoder=enc, deep=deep)
+        return cache, step.predicted(x[:, config.buffer_size :]), active.chosen(x.shape[1], step)
 
     def _choose(self, score: Array, step: StepInput) -> Active:
         if self.select == "least_attention":
