@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from marjax.config import PRESETS
 from marjax.accel import Accel
 from marjax.accel.plan import StepCost, plan_for
+from marjax.config import PRESETS
 from marjax.schedule import BODY_COST, BUCKETS, MAX_BODIES, make_plan, starting_bucket, step_counts
 
 

@@ -1,0 +1,161 @@
+"""What holds for every policy: exact when it refreshes at each step, static shapes, sets that are what they must be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_helpers import CONFIG, KEY, LABELS, PARAMS
+from test_marche import BATCH, forced_steps
+
+import marjax
+from marjax import Accel, ActiveTokens, ConditionCache, HeadCache, LazyTokens, Refresh
+from marjax.accel import resolve
+from marjax.accel.lazymar import choose
+from marjax.accel.plan import plan_for
+from marjax.accel.trace import CACHING, FULL, GENERATING, REFRESHING, REUSED
+from marjax.schedule import MAX_BODIES, Rows, Segment
+
+OPTIONS = {"num_iter": 8, "num_sampling_steps": 40, "temperature": 0.9, "dtype": "float32"}
+ALWAYS = Refresh(period=1)
+EXACT_IN_EFFECT = {
+    "lazymar tokens": Accel(tokens=LazyTokens(refresh=ALWAYS)),
+    "condition": Accel(condition=ConditionCache(refresh=ALWAYS)),
+    "head": Accel(head=HeadCache(period=1)),
+    "lazymar": Accel(LazyTokens(refresh=ALWAYS), ConditionCache(refresh=ALWAYS), HeadCache(period=1)),
+    "marche": Accel(tokens=ActiveTokens(refresh=ALWAYS)),
+    "marche of everything": Accel(tokens=ActiveTokens(budget=CONFIG.buffer_size + CONFIG.seq_len, encoder="full")),
+}
+
+
+def sampled(accel="none", cfg=3.0, labels=LABELS[:3], **options):
+    return np.asarray(marjax.sample_latents(PARAMS, KEY, labels, accel=accel, cfg=cfg, **{**OPTIONS, **options}))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return {cfg: sampled(cfg=cfg) for cfg in (1.0, 3.0)}
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("name", EXACT_IN_EFFECT)
+def test_refreshing_at_every_step_is_exact(name, cfg, exact):
+    np.testing.assert_allclose(sampled(EXACT_IN_EFFECT[name], cfg), exact[cfg], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["lazymar", "marche", "marche:condition=on,head=on"])
+def test_approximations_differ_and_stay_finite(name, exact):
+    got = sampled(name)
+    assert np.isfinite(got).all() and np.abs(got - exact[3.0]).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["lazymar", "marche"])
+def test_images_do_not_influence_one_another(name):
+    together = sampled(name)
+    alone = sampled(name, labels=LABELS[[2]], indices=[2])
+    np.testing.assert_allclose(alone[0], together[2], rtol=0, atol=1e-3)
+    turned = sampled(name, labels=LABELS[:3][::-1], indices=[2, 1, 0])
+    np.testing.assert_allclose(turned[::-1], together, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_iter", [1, 2, 64])
+def test_any_number_of_steps(num_iter):
+    for name in ("lazymar", "marche"):
+        assert np.isfinite(sampled(name, num_iter=num_iter, num_sampling_steps=4)).all()
+
+
+@pytest.mark.parametrize("name", ["lazymar", "marche"])
+def test_plans_have_few_bodies_and_room_for_every_step(name):
+    config, accel = marjax.get_preset("mar_base"), resolve(name)
+    plan = plan_for(config, 64, 100, accel=accel)
+    assert len(plan.segments) <= MAX_BODIES
+    for segment, rows in zip(plan.segments, plan.rows, strict=True):
+        cached = ~rows.refresh
+        assert segment.num_refresh == rows.refresh.sum() and segment.num_steps == len(rows.refresh)
+        for room, counts in ((segment.previous, rows.num_previous), (segment.active, rows.num_active)):
+            assert room == max(counts[cached], default=0)
+    refresh = np.concatenate([rows.refresh for rows in plan.rows])
+    expected = {0, 1, 2, 3, 4, *range(5, 64, 9)} if name == "lazymar" else set(range(0, 64, 3))
+    assert set(np.flatnonzero(refresh)) == expected
+
+
+@pytest.mark.parametrize("policy", [ActiveTokens(budget=20), ActiveTokens(budget=3), LazyTokens(slack=4)], ids=str)
+def test_active_sets_under_teacher_forcing(policy):
+    """Generating and caching tokens are in; the size is what the plan says; what is outside stays, bit for bit."""
+    before = None
+    for rows, _, code, cache in forced_steps(policy, num_iter=12):
+        deep = jax.tree.leaves(cache.deep)
+        if rows.refresh:
+            assert (code == FULL).all()
+        else:
+            tokens = code[:, CONFIG.buffer_size :]
+            start, known, stop = rows.num_known - rows.num_previous, rows.num_known, rows.num_known + rows.num_predicted
+            assert (tokens[:, known:stop] == GENERATING).all() and (tokens[:, start:known] == CACHING).all()
+            assert ((code != REUSED).sum(axis=1) == rows.num_active).all()
+            assert set(np.unique(code)) <= {REUSED, GENERATING, CACHING, REFRESHING}
+            for new, old in zip(deep, before, strict=True):
+                np.testing.assert_array_equal(np.asarray(new)[:, code == REUSED], np.asarray(old)[:, code == REUSED])
+                assert (np.asarray(new)[:, code != REUSED] != np.asarray(old)[:, code != REUSED]).any()
+        before = deep
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 999), st.data())
+def test_choice(seed, data):
+    config = dataclasses.replace(CONFIG, buffer_size=data.draw(st.integers(1, 5)))
+    known = data.draw(st.integers(1, config.seq_len - 1))
+    predicted = data.draw(st.integers(0, config.seq_len - known))
+    previous = data.draw(st.integers(0, known))
+    total = config.buffer_size + config.seq_len
+    count = data.draw(st.integers(min(total, max(1, predicted + previous)), total))
+    room = data.draw(st.integers(count, total))
+    score = np.random.default_rng(seed).integers(0, 5, (BATCH, total)).astype(np.float32)  # many ties
+    numbers = Rows(*(np.int32(number) for number in (known, predicted, 0, 0, previous, count)))
+    step = dataclasses.make_dataclass("Step", ["config", "rows", "segment"])(
+        config, numbers, Segment(1, known, predicted, previous, room)
+    )
+    active = choose(jnp.asarray(score), step)
+    index, valid = np.asarray(active.index), np.asarray(active.valid)
+    forced = set(range(config.buffer_size + known - previous, config.buffer_size + known + predicted))
+    for row in range(BATCH):
+        chosen = index[row][valid[row]]
+        assert len(set(chosen)) == len(chosen) == count and forced <= set(chosen)
+        rest = sorted(set(range(total)) - forced, key=lambda place, row=row: (-score[row, place], place))
+        assert set(chosen) - forced == set(rest[: count - len(forced)])
+
+
+def test_options_by_name():
+    got = resolve("marche:budget=32,refresh_every=4,skip_mlp=off,encoder=full,condition=on,head=on")
+    refresh = Refresh(warmup=0, period=4)
+    tokens = ActiveTokens(budget=32, refresh=refresh, skip_mlp=False, encoder="full")
+    assert got == Accel(tokens=tokens, condition=ConditionCache(refresh=refresh), head=HeadCache())
+    assert resolve("lazymar:tokens=off,head=off") == Accel(condition=ConditionCache())
+    never = resolve("lazymar:refresh_every=never,warmup=2")
+    assert never.tokens.refresh == never.condition.refresh == Refresh(warmup=2, period=None)
+    assert resolve("none") == Accel() and resolve(got) is got
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "Unknown accel 'fast'; expected one of none, lazymar, marche"),
+        ("marche:speed=9", "unknown option 'speed'; expected one of budget, buffers, condition, decision_layer"),
+        ("marche:budget=many", "budget='many' must be a non-negative integer"),
+        ("marche:budget=0", "budget=0 must be a positive integer or None"),
+        ("marche:select=best", "select='best' must be one of attention, least_attention, random"),
+        ("marche:skip_mlp=maybe", "skip_mlp='maybe' must be on or off"),
+        ("marche:refresh_every=0", "period=0 must be a positive integer or None"),
+        ("marche:decision_layer=9", "decision_layer=9 must be at least 1 and leave a layer behind it"),
+        ("lazymar:prune_layer=4", "prune_layer=4 must be at least 0 and leave a layer behind it"),
+        ("none:budget=3", "unknown option 'budget'"),
+    ],
+)
+def test_bad_accels_get_one_sentence(text, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        marjax.sample_latents(PARAMS, KEY, LABELS[:1], accel=text, **OPTIONS)
+    assert "\n" not in str(refused.value)
