@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import resource
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from marjax import codec, encode, growing, vae
 from marjax.data import ImageFolder, open_source
 from marjax.encode import encode_folder
 from marjax.files import atomic_write, extend
-from marjax.growing import npy_header
 from marjax.header import checksum
 from marjax.latents import LatentSource
 
@@ -140,27 +136,6 @@ def test_moments_that_are_not_finite(source, tmp_path, monkeypatch):
     run(source, tmp_path / "cache")  # nothing was stored, so that another precision is no conflict
 
 
-@pytest.mark.slow
-def test_four_devices(fake, tmp_path):
-    """The real encoder, in a Python of its own: the moments of four devices are those of one."""
-    root = make_images(tmp_path / "images", {"a": 5})
-    code = (
-        "import sys, jax; from pathlib import Path; from helpers import *; from marjax import encode, data;"
-        "root, out = map(Path, sys.argv[1:]); source = data.ImageFolder(root, 8);"
-        "encode.encode_folder(source, TINY_VAE, random_vae(), out, batch_size=3, scale=1.0); print(jax.device_count())"
-    )
-    outs = []
-    for count in (1, 4):
-        outs.append(tmp_path / str(count))
-        env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
-        env["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
-        command = [sys.executable, "-c", code, str(root), str(outs[-1])]
-        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert child.stdout == f"{count}\n", child.stderr
-    one, four = (np.load(out / "moments.npy") for out in outs)
-    np.testing.assert_allclose(four, one, rtol=1e-5, atol=1e-5)
-
-
 # --- Resumption --------------------------------------------------------------------------------------------------
 
 
@@ -271,26 +246,12 @@ def test_a_full_disk_and_room_again(source, cache, tmp_path, monkeypatch):
     assert content(out) == content(cache)
 
 
-def test_a_full_disk_in_one_sentence(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "injected")
+def test_a_cache_belongs_to_one_process(source, tmp_path):
+    def second(done):
+        with pytest.raises(ValueError, match=r"cache is in use by another process; let it end"):
+            run(source, tmp_path / "cache")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"moments.npy: the disk is full; free some space or write elsewhere\.$"):
-        extend(tmp_path / "moments.npy", b"abc", 0)
-
-
-def test_extend_cuts_what_lies_behind(tmp_path):
-    file = tmp_path / "data"
-    extend(file, b"abcdef", 0)
-    extend(file, b"xy", 2)
-    assert file.read_bytes() == b"abxy"
-    extend(file, b"new", 0)
-    assert file.read_bytes() == b"new"
-    for path, size in ((file, 3), (tmp_path / "missing", 0)):
-        with pytest.raises(ValueError, match=rf"has {size} bytes where 4 were written, so it was damaged; remove it"):
-            extend(path, b"z", 4)
-    assert file.read_bytes() == b"new" and not (tmp_path / "missing").exists()
+    run(source, tmp_path / "cache", progress=second)
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------------
@@ -428,14 +389,3 @@ def test_open_source_finds_latents(cache, source, tmp_path):
     begin(source, tmp_path, complete=False)
     with pytest.raises(ValueError, match=r"holds no complete cache of latents; run the `marjax encode` command"):
         open_source(tmp_path, split="train", img_size=8, channels=3)
-
-
-def test_npy_header_is_numpys(tmp_path):
-    for dtype, shape in ((np.float16, (1281167, 2, 16, 16, 32)), (np.int32, (7,)), (np.uint32, (0, 2))):
-        header = npy_header(np.dtype(dtype), shape)
-        assert len(header) == 128
-        (tmp_path / "x.npy").write_bytes(header)
-        with (tmp_path / "x.npy").open("rb") as file:
-            assert np.lib.format.read_magic(file) == (1, 0)
-            assert np.lib.format.read_array_header_1_0(file) == (shape, False, np.dtype(dtype))
-            assert file.tell() == 128

@@ -1,4 +1,4 @@
-"""Where sampling runs: on several devices without a collective, where the caller's arrays are, on the caller's mesh."""
+"""Where sampling and encoding run: several devices without a collective, the caller's arrays, the caller's mesh."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import make_images
 from sample_helpers import KEY, LABELS, OPTIONS, PARAMS
 
 import marjax
@@ -124,3 +125,24 @@ def test_devices_follow_the_weights_and_the_users_mesh(tmp_path):
     assert len(results) == 11
     for name, images in results.items():
         np.testing.assert_allclose(images, expected, rtol=0, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_four_devices_encode_as_one(tmp_path):
+    """The real encoder, in a Python of its own: the moments of four devices are those of one."""
+    root = make_images(tmp_path / "images", {"a": 5})
+    code = (
+        "import sys, jax; from pathlib import Path; from helpers import *; from marjax import encode, data;"
+        "root, out = map(Path, sys.argv[1:]); source = data.ImageFolder(root, 8);"
+        "encode.encode_folder(source, TINY_VAE, random_vae(), out, batch_size=3, scale=1.0); print(jax.device_count())"
+    )
+    outs = []
+    for count in (1, 4):
+        outs.append(tmp_path / str(count))
+        env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
+        env["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+        command = [sys.executable, "-c", code, str(root), str(outs[-1])]
+        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert child.stdout == f"{count}\n", child.stderr
+    one, four = (np.load(out / "moments.npy") for out in outs)
+    np.testing.assert_allclose(four, one, rtol=1e-5, atol=1e-5)
