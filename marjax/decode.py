@@ -143,7 +143,11 @@ def decode(
         segment = view.segment
         if segment.num_refresh in (0, segment.num_steps):
             return (full if segment.num_refresh else cached)(cache, residual)
-        return lax.cond(view.rows.refresh, full, cached, cache, residual)
+        # Two loops of one turn or none, not a conditional, which XLA hands copies of the caches.
+        state = jax.tree.map(jnp.zeros_like, jax.eval_shape(cached, cache, residual))
+        state = (cache, residual, *state[2:])
+        state = lax.fori_loop(0, view.rows.refresh.astype(int), lambda _, state: full(*state[:2]), state)
+        return lax.fori_loop(view.rows.refresh.astype(int), 1, lambda _, state: cached(*state[:2]), state)
 
     def make_step(segment: Segment):
         def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, Array | None]:
@@ -156,7 +160,6 @@ def decode(
                 keys=keys,
                 config=config,
                 segment=segment,
-                trace=return_trace,
             )
             cache, residual, x, code = transform(view, state.cache, state.residual)
             z = mar.condition(params, x, view.predicted(positions.diffusion))

@@ -9,7 +9,7 @@ protocol alone.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ class StepInput:
         keys: [B] keys of the images, for policies that draw.
         config: the model's configuration.
         segment: static sizes.
-        trace: whether anybody wants to know which positions a cached step computed.
     """
 
     params: PyTree
@@ -47,7 +46,6 @@ class StepInput:
     keys: Array
     config: MARConfig = struct.field(pytree_node=False)
     segment: Segment = struct.field(pytree_node=False)
-    trace: bool = struct.field(pytree_node=False)
 
     def predicted(self, x: Array) -> Array:
         """Rows of the tokens predicted now: [.., S, E] in generation order -> [.., P, E].
@@ -102,6 +100,7 @@ class Refresh:
         return (step < max(self.warmup, 1)) | (later & (step >= self.warmup))
 
 
+@runtime_checkable
 class TokenPolicy(Protocol):
     """How encoder and decoder are computed at each step.
 
@@ -134,8 +133,8 @@ class TokenPolicy(Protocol):
         """A cached step.
 
         Returns:
-            The cache after it; the decoder's output [R, P, E] for the tokens predicted now; and if `step.trace`,
-            [R, N] bool, True at the positions that were computed in the deep layers (None: everywhere).
+            The cache after it; the decoder's output [R, P, E] for the tokens predicted now; and [R, N] bool, True at
+            the positions that were computed in the deep layers (None: everywhere).
         """
 
 
@@ -196,6 +195,14 @@ class Accel:
     tokens: TokenPolicy = ExactTokens()
     condition: ConditionCache | None = None
     head: HeadPolicy = ExactHead()
+
+    def __post_init__(self):
+        parts = {"tokens": TokenPolicy, "condition": ConditionCache | None, "head": HeadPolicy}
+        for name, kind in parts.items():
+            part = getattr(self, name)
+            if isinstance(part, type) or not isinstance(part, kind):
+                expected = getattr(kind, "__name__", kind)
+                raise TypeError(f"{name}={part!r} must be an instance of a {expected}, such as those of marjax.")
 
     def refresh_steps(self, num_iter: int, *, guided: bool) -> np.ndarray:
         """[num_iter] bool: the steps that compute everything."""

@@ -1,6 +1,7 @@
 """Transformer layers for policies that keep keys and values between decode steps.
 
-A cache of L' layers is [L', R, N, H, Dh], in the compute dtype. All writes go through `write`, which checks what fits.
+A cache is updated in place, one layer at a time, and never copied whole: it is carried through the scan over layers,
+and all updates are slices.
 """
 
 from __future__ import annotations
@@ -11,24 +12,9 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from marjax.accel.base import StepInput
 from marjax.kernels.two_path_attention import two_path_attention
 from marjax.layers import Block, attention
 from marjax.types import Array, PyTree
-
-
-@struct.dataclass
-class KeysValues:
-    """Keys and values of some layers: each [L', R, M, H, Dh]."""
-
-    k: Array
-    v: Array
-
-
-def empty(layers: int, rows: int, positions: int, num_heads: int, dim: int, dtype: jnp.dtype) -> KeysValues:
-    """A cache of zeros."""
-    shape = (layers, rows, positions, num_heads, dim // num_heads)
-    return KeysValues(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
 def write(cache: Array, new: Array, start: tuple[int | Array, ...]) -> Array:
@@ -43,6 +29,45 @@ def write(cache: Array, new: Array, start: tuple[int | Array, ...]) -> Array:
     return lax.dynamic_update_slice(cache, new, start)
 
 
+def _bits(x: Array) -> Array:
+    """Bfloat16 as integers: XLA on CPU updates a slice of a bfloat16 array by converting all of it to float32."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _floats(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
+@struct.dataclass
+class KeysValues:
+    """Keys and values of some layers.
+
+    Attributes:
+        k: [L', R, M, H, Dh] in the compute dtype; bfloat16 as uint16, bit for bit.
+        v: the same.
+    """
+
+    k: Array
+    v: Array
+
+    @classmethod
+    def empty(cls, layers: int, rows: int, positions: int, num_heads: int, dim: int, dtype: jnp.dtype) -> KeysValues:
+        """Zeros; `dtype` is the compute dtype."""
+        zeros = _bits(jnp.zeros((layers, rows, positions, num_heads, dim // num_heads), dtype))
+        return cls(k=zeros, v=zeros)
+
+    def layer(self, number: Array) -> tuple[Array, Array]:
+        """Keys and values [R, M, H, Dh] of one layer."""
+        k, v = (_floats(lax.dynamic_index_in_dim(leaf, number, keepdims=False)) for leaf in (self.k, self.v))
+        return k, v
+
+    def write(self, number: Array, k: Array, v: Array, start: int | Array = 0) -> KeysValues:
+        """With [>= R, M', H, Dh] of a layer, whose first R rows are kept, at positions from `start` on."""
+        rows = self.k.shape[1]
+        k, v = (write(old, _bits(new[None, :rows]), (number, 0, start)) for old, new in ((self.k, k), (self.v, v)))
+        return KeysValues(k=k, v=v)
+
+
 def block(stack: PyTree, num_heads: int, index: int | Array) -> Block:
     """One layer of a depth-stacked tree, whose parts can be called."""
     # Indexing the whole stack: a slice of it would be copied.
@@ -52,56 +77,83 @@ def block(stack: PyTree, num_heads: int, index: int | Array) -> Block:
 
 
 def run(
-    stack: PyTree, x: Array, *, num_heads: int, start: int, stop: int, key_mask: Array | None = None
+    stack: PyTree, x: Array, cache: KeysValues, *, num_heads: int, start: int, key_mask: Array | None = None
 ) -> tuple[Array, KeysValues]:
-    """Layers [start, stop) over x [R, M, E], and the keys and values of each."""
+    """Layers from `start` on over all of x, renewing the cache.
 
-    def one(x: Array, index: Array) -> tuple[Array, KeysValues]:
-        layer = block(stack, num_heads, index)
+    Args:
+        stack: block parameters, each leaf [L, ...].
+        x: [R, M, E]; the cache has room for M positions and R or fewer rows, the first of which it keeps.
+        cache: of layers [start, L).
+        num_heads: attention heads.
+        start: first layer.
+        key_mask: [R or 1, M], True where a position may be attended; None: everywhere.
+
+    Returns:
+        [R, M, E], and the cache.
+    """
+
+    def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
+        x, cache = carry
+        layer = block(stack, num_heads, start + number)
         q, k, v = layer.project_qkv(x)
-        return layer.add_mlp(layer.add_attention(x, attention(q, k, v, key_mask))), KeysValues(k=k, v=v)
+        x = layer.add_mlp(layer.add_attention(x, attention(q, k, v, key_mask)))
+        return (x, cache.write(number, k, v)), None
 
-    return lax.scan(one, x, jnp.arange(start, stop))
+    return lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]
 
 
 @struct.dataclass
 class Active:
-    """A choice of positions, [R, A] each.
+    """A choice among N positions. In `index`, entries that are not valid are positions too, and mean nothing.
 
     Attributes:
-        index: positions; entries that are not valid are among them too, and mean nothing.
-        valid: True for the positions that are chosen.
+        index: [R, A] positions.
+        valid: [R, A], True for the positions that are chosen.
+        chosen: [R, N], True for the positions that are chosen.
+        place: [R, N] where in `index` they are.
     """
 
     index: Array
     valid: Array
+    chosen: Array
+    place: Array
+
+    @classmethod
+    def of(cls, index: Array, valid: Array, positions: int) -> Active:
+        """From distinct positions [R, A]."""
+        same = (index[:, None, :] == jnp.arange(positions)[:, None]) & valid[:, None, :]
+        return cls(index=index, valid=valid, chosen=jnp.any(same, axis=-1), place=jnp.argmax(same, axis=-1))
 
     def gather(self, x: Array) -> Array:
         """Rows [R, A, E] of x [R, N, E]."""
         return jnp.take_along_axis(x, self.index[..., None], axis=1)
 
-    def target(self, positions: int) -> tuple[Array, Array]:
-        """Where to scatter rows: indices [R, 1] and [R, A], out of range for entries that are not valid."""
-        return jnp.arange(self.index.shape[0])[:, None], jnp.where(self.valid, self.index, positions)
+    def put(self, x: Array, rows: Array) -> Array:
+        """X [R, N, ...] with the chosen positions replaced by their rows [R, A, ...]."""
+        trailing = (...,) + (None,) * (x.ndim - 2)
+        return jnp.where(self.chosen[trailing], jnp.take_along_axis(rows, self.place[trailing], axis=1), x)
 
-    def scatter(self, x: Array, rows: Array) -> Array:
-        """X [R, N, E] with the valid rows [R, A, E] put in their places."""
-        return x.at[self.target(x.shape[1])].set(rows, mode="drop")
 
-    def outside(self, positions: int) -> Array:
-        """[R, N] True at the positions that are not chosen."""
-        everywhere = jnp.ones((self.index.shape[0], positions), bool)
-        return everywhere.at[self.target(positions)].set(False, mode="drop")
+def attend_active(layer: Block, x: Array, active: Active, cache: KeysValues, number: Array) -> tuple[Array, KeysValues]:
+    """Attention of active rows x [R, A, E] to one another and to what else is cached, added to x.
 
-    def chosen(self, positions: int, step: StepInput) -> Array | None:
-        """[R, N] True at the positions that are chosen, if anybody wants to know."""
-        return ~self.outside(positions) if step.trace else None
+    Returns:
+        [R, A, E], and the cache with the active positions' fresh keys and values.
+    """
+    q, k, v = layer.project_qkv(x)
+    # Written first, then read: the other way round XLA would copy the whole cache.
+    old = cache.layer(number)
+    cache = cache.write(number, *(_floats(active.put(_bits(a), _bits(b))) for a, b in zip(old, (k, v), strict=True)))
+    lent = cache.layer(number)
+    attended = two_path_attention(q, k, v, *lent, fresh_mask=active.valid, cached_mask=~active.chosen)
+    return layer.add_attention(x, attended), cache
 
 
 def run_active(
     stack: PyTree, x: Array, active: Active, cache: KeysValues, *, num_heads: int, start: int
 ) -> tuple[Array, KeysValues]:
-    """Layers [start, L) over the active rows only; everything else lends its cached keys and values.
+    """Layers over the active rows only; everything else lends its cached keys and values.
 
     Args:
         stack: block parameters, each leaf [L, ...].
@@ -114,18 +166,11 @@ def run_active(
     Returns:
         [R, A, E], and the cache with the active positions' fresh keys and values.
     """
-    positions = cache.k.shape[2]
-    usable, (rows, index) = active.outside(positions), active.target(positions)
 
     def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
         x, cache = carry
         layer = block(stack, num_heads, start + number)
-        q, k, v = layer.project_qkv(x)
-        old = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), cache)
-        attended = two_path_attention(q, k, v, old.k, old.v, fresh_mask=active.valid, cached_mask=usable)
-        x = layer.add_mlp(layer.add_attention(x, attended))
-        fresh = KeysValues(k=k, v=v)
-        cache = jax.tree.map(lambda leaf, new: leaf.at[number, rows, index].set(new, mode="drop"), cache, fresh)
-        return (x, cache), None
+        x, cache = attend_active(layer, x, active, cache, number)
+        return (layer.add_mlp(x), cache), None
 
     return lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]

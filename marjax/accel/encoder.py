@@ -37,7 +37,7 @@ def init(config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> EncoderCa
     positions = config.buffer_size + config.seq_len + room
     heads, dim = config.encoder_num_heads, config.encoder_embed_dim
     return EncoderCache(
-        layers=blocks.empty(config.encoder_depth, rows, positions, heads, dim, dtype),
+        layers=KeysValues.empty(config.encoder_depth, rows, positions, heads, dim, dtype),
         output=jnp.zeros((rows, positions, config.decoder_embed_dim)),
     )
 
@@ -53,17 +53,11 @@ def refresh(cache: EncoderCache, step: StepInput) -> tuple[EncoderCache, Array]:
     positions = step.positions.encoder[:, : config.buffer_size + room]
     x = mar.embed(params, step.tokens[:, :room], step.class_emb, positions)
     mask = jnp.arange(x.shape[1])[None] < config.buffer_size + step.rows.num_known
-    x, new = blocks.run(
-        params["encoder_blocks"],
-        x,
-        num_heads=config.encoder_num_heads,
-        start=0,
-        stop=config.encoder_depth,
-        key_mask=mask,
+    x, layers = blocks.run(
+        params["encoder_blocks"], x, cache.layers, num_heads=config.encoder_num_heads, start=0, key_mask=mask
     )
     x = norm(params["encoder_norm"], x)
     x = mar.decoder_input(params, config, x, step.rows.num_known, step.positions.decoder)
-    layers = jax.tree.map(lambda old, leaf: blocks.write(old, leaf[:, :kept], ()), cache.layers, new)
     return EncoderCache(layers=layers, output=blocks.write(cache.output, x[:kept], ())), x
 
 
@@ -90,16 +84,11 @@ def advance(cache: EncoderCache, step: StepInput, *, buffers: bool) -> tuple[Enc
         x, layers = carry
         layer = blocks.block(stack, heads, number)
         q, k, v = layer.project_qkv(x)
-
-        def store(old: Array, new: Array) -> Array:
-            old = blocks.write(old, new[None, :, :lead], (number,)) if lead else old
-            return blocks.write(old, new[None, :, lead:], (number, 0, config.buffer_size + first))
-
-        layers = jax.tree.map(store, layers, KeysValues(k=k, v=v))
-        all_k, all_v = (
-            jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)[:, :reach] for leaf in (layers.k, layers.v)
-        )
-        x = layer.add_mlp(layer.add_attention(x, attention(q, all_k, all_v, usable)))
+        if lead:
+            layers = layers.write(number, k[:, :lead], v[:, :lead])
+        layers = layers.write(number, k[:, lead:], v[:, lead:], config.buffer_size + first)
+        all_k, all_v = layers.layer(number)
+        x = layer.add_mlp(layer.add_attention(x, attention(q, all_k[:, :reach], all_v[:, :reach], usable)))
         return (x, layers), None
 
     (x, layers), _ = jax.lax.scan(one, (x, cache.layers), jnp.arange(config.encoder_depth))

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -44,6 +45,7 @@ class HeadInput:
         return self.cond.shape[0] > self.x.shape[0]
 
 
+@runtime_checkable
 class HeadPolicy(Protocol):
     """How the head is computed at each diffusion step."""
 
@@ -52,6 +54,14 @@ class HeadPolicy(Protocol):
 
     def apply(self, cache: PyTree, step: HeadInput) -> tuple[PyTree, Array, Array | None, Array]:
         """The cache after a step; eps [n, D] conditional and unconditional (None unguided), v [n, D] conditional."""
+
+    def cost(self, depth: int, width: int, num_steps: int, *, guided: bool) -> float:
+        """Multiply-adds of all diffusion steps of one token."""
+
+
+PUBLISHED_PERIOD, PUBLISHED_SKIPPED, PUBLISHED_DEPTH = 7, (1, 2, 3, 4), 6
+# Multiply-adds of the parts of a head, in units of width^2.
+MODULATION, MLP, OUTPUT = 3, 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,10 @@ class ExactHead:
     def apply(self, cache: None, step: HeadInput) -> tuple[None, Array, Array | None, Array]:
         """One evaluation of the head on all rows."""
         return cache, *_split(diffusion_head.apply(step.params, step.x, step.time, step.cond), step)
+
+    def cost(self, depth: int, width: int, num_steps: int, *, guided: bool) -> float:
+        """Both halves, every block, every step."""
+        return (1 + guided) * num_steps * (depth * (MODULATION + MLP) + OUTPUT) * width**2
 
 
 @struct.dataclass
@@ -92,36 +106,65 @@ class HeadCache:
 
     Attributes:
         period: the first diffusion step, and those whose number (from the end) is a multiple of it, are full; at least
-            1, which is exact.
+            1, which is exact. None: the published 7, but 1 for heads of fewer than six blocks, the published fewest:
+            for the shipped model's three it ruins images (docs/results/README.md).
         warmup: at steps above this share of T, the MLPs of blocks that are not skipped are recomputed; in [0, 1].
-        skipped: blocks that are skipped; numbers beyond the head's depth mean nothing.
+        skipped: blocks that are skipped, counted from 0; numbers beyond the head's depth mean nothing. None: the
+            published 1 to 4, but never the last block of a shallower head.
     """
 
-    period: int = 7
+    period: int | None = None
     warmup: float = 0.9
-    skipped: tuple[int, ...] = (1, 2, 3, 4)
+    skipped: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1:
-            raise ValueError(f"period={self.period!r} must be an integer of at least 1.")
+        if self.period is not None and (
+            not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1
+        ):
+            raise ValueError(f"period={self.period!r} must be None or an integer of at least 1.")
         if not 0.0 <= self.warmup <= 1.0:
             raise ValueError(f"warmup={self.warmup!r} must lie in [0, 1].")
+        if self.skipped is not None and not all(isinstance(block, int) and block >= 0 for block in self.skipped):
+            raise ValueError(f"skipped={self.skipped!r} must be None or block numbers, counted from 0.")
+
+    def _skips(self, depth: int) -> list[bool]:
+        """For each block, whether it is skipped."""
+        skipped = [block for block in PUBLISHED_SKIPPED if block < depth - 1] if self.skipped is None else self.skipped
+        return [block in skipped for block in range(depth)]
+
+    def _every(self, depth: int) -> int:
+        """The period."""
+        return self.period or (PUBLISHED_PERIOD if depth >= PUBLISHED_DEPTH else 1)
 
     def init(self, params: PyTree, num_tokens: int, *, guided: bool) -> _Cache:
         """Zeros, which the first step, a full one, replaces."""
         width, out = params["input_proj"]["bias"].shape[0], params["final_layer"]["linear"]["bias"].shape[0]
-        hidden = jnp.zeros((num_tokens, width))
-        blocks = range(len(params["res_blocks"]))
+        hidden, skips = jnp.zeros((num_tokens, width)), self._skips(len(params["res_blocks"]))
         return _Cache(
-            mlp=tuple(None if block in self.skipped else hidden for block in blocks),
-            delta=tuple(hidden if block in self.skipped else None for block in blocks),
+            mlp=tuple(None if skip else hidden for skip in skips),
+            delta=tuple(hidden if skip else None for skip in skips),
             guidance=jnp.zeros((num_tokens, out // 2)) if guided else None,
         )
 
+    def cost(self, depth: int, width: int, num_steps: int, *, guided: bool) -> float:
+        """Full steps like `ExactHead`'s, partial ones of the conditional half alone."""
+        steps = np.arange(num_steps)
+        full = self._is_full(steps, num_steps, depth)
+        warm = ~full & (steps > self.warmup * num_steps)
+        run = self._skips(depth).count(False)
+        partial = (~full).sum() * (run * MODULATION + OUTPUT) + warm.sum() * run * MLP
+        every = (1 + guided) * full.sum() * (depth * (MODULATION + MLP) + OUTPUT)
+        return float(every + partial) * width**2
+
+    def _is_full(self, row, num_steps: int, depth: int):
+        return (row == num_steps - 1) | (row % self._every(depth) == 0)
+
     def apply(self, cache: _Cache, step: HeadInput) -> tuple[_Cache, Array, Array | None, Array]:
         """A full step or a partial one."""
-        full = (step.row == step.num_steps - 1) | (step.row % self.period == 0)
-        return lax.cond(full, self._full, self._partial, cache, step)
+        depth = len(step.params["res_blocks"])
+        if self._every(depth) == 1:
+            return self._full(cache, step)
+        return lax.cond(self._is_full(step.row, step.num_steps, depth), self._full, self._partial, cache, step)
 
     def _full(self, cache: _Cache, step: HeadInput) -> tuple[_Cache, Array, Array | None, Array]:
         params, rows = step.params, step.x.shape[0]
@@ -131,7 +174,7 @@ class HeadCache:
         for index, block in enumerate(map(diffusion_head.bound, params["res_blocks"])):
             shift, scale, gate = block.modulation(silu_y)
             out = block.mlp(h, shift, scale)
-            if index in self.skipped:
+            if delta[index] is not None:
                 delta[index] = (gate * out)[:rows]
             else:
                 mlp[index] = out[:rows]
@@ -145,7 +188,7 @@ class HeadCache:
         silu_y = nn.silu(step.time + step.cond[:rows])
         h, mlp = dense(params["input_proj"], step.x), list(cache.mlp)
         for index, block in enumerate(map(diffusion_head.bound, params["res_blocks"])):
-            if index in self.skipped:
+            if cache.delta[index] is not None:
                 h = h + cache.delta[index]
                 continue
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -68,6 +67,15 @@ class LazyTokens:
     shares: tuple[tuple[int, float], ...] = PUBLISHED_SHARES
     slack: int = 15
 
+    def __post_init__(self):
+        starts, shares = zip(*self.shares, strict=True) if self.shares else ((), ())
+        if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)):
+            raise ValueError(f"shares={self.shares!r} must begin at step 0 and ascend.")
+        if not all(0.0 <= share <= 1.0 for share in shares):
+            raise ValueError(f"shares={self.shares!r}: every share must lie in [0, 1].")
+        if not isinstance(self.slack, int) or self.slack < 0:
+            raise ValueError(f"slack={self.slack!r} must be a non-negative integer.")
+
     def check(self, config: MARConfig) -> None:
         """Refuses a model that is too shallow.
 
@@ -102,7 +110,7 @@ class LazyTokens:
     def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> LazyCache:
         """Zeros, which the first step replaces."""
         total, heads, dim = config.buffer_size + config.seq_len, config.decoder_num_heads, config.decoder_embed_dim
-        deep = blocks.empty(config.decoder_depth - 1 - self.prune_layer, rows, total, heads, dim, dtype)
+        deep = KeysValues.empty(config.decoder_depth - 1 - self.prune_layer, rows, total, heads, dim, dtype)
         return LazyCache(
             encoder=encoder.init(config, rows, room, dtype),
             deep=deep,
@@ -115,11 +123,11 @@ class LazyTokens:
         enc, x = encoder.refresh(cache.encoder, step)
         heads, prune = config.decoder_num_heads, self.prune_layer
         x = mar.decode(step.params, config, x, start=0, stop=prune)
-        x, chosen = blocks.run(stack, x, num_heads=heads, start=prune, stop=prune + 1)
-        x, deep = blocks.run(stack, x, num_heads=heads, start=prune + 1, stop=config.decoder_depth)
-        deep = jax.tree.map(lambda old, new: blocks.write(old, new[:, :kept], ()), cache.deep, deep)
-        values = blocks.write(cache.values, chosen.v[0, :kept], ())
-        return LazyCache(encoder=enc, deep=deep, values=values), x[:, config.buffer_size :]
+        layer = blocks.block(stack, heads, prune)
+        q, k, v = layer.project_qkv(x)
+        x = layer.add_mlp(layer.add_attention(x, attention(q, k, v)))
+        x, deep = blocks.run(stack, x, cache.deep, num_heads=heads, start=prune + 1)
+        return LazyCache(encoder=enc, deep=deep, values=v[:kept]), x[:, config.buffer_size :]
 
     def cached(self, cache: LazyCache, step: StepInput) -> tuple[LazyCache, Array, Array | None]:
         """A cached step."""
@@ -133,8 +141,8 @@ class LazyTokens:
         x = layer.add_mlp(active.gather(x))
         x, deep = blocks.run_active(stack, x, active, cache.deep, num_heads=config.decoder_num_heads, start=prune + 1)
         everywhere = jnp.zeros((x.shape[0], config.buffer_size + config.seq_len, x.shape[2]))
-        out = active.scatter(everywhere, x)[:, config.buffer_size :]
-        return LazyCache(encoder=enc, deep=deep, values=v), step.predicted(out), active.chosen(v.shape[1], step)
+        out = active.put(everywhere, x)[:, config.buffer_size :]
+        return LazyCache(encoder=enc, deep=deep, values=v), step.predicted(out), active.chosen
 
 
 def cosine(a: Array, b: Array) -> Array:
@@ -161,4 +169,4 @@ def choose(score: Array, step: StepInput, *, generating: bool = True, caching: b
     score = jnp.where(forced, jnp.inf, score)
     _, index = lax.top_k(score, step.segment.active)
     valid = jnp.broadcast_to(jnp.arange(step.segment.active) < rows.num_active, index.shape)
-    return Active(index=index, valid=valid)
+    return Active.of(index, valid, score.shape[1])

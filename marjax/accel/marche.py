@@ -24,7 +24,6 @@ from marjax.accel.cost import layer_cost
 from marjax.accel.encoder import EncoderCache
 from marjax.accel.lazymar import choose
 from marjax.config import MARConfig
-from marjax.kernels.two_path_attention import two_path_attention
 from marjax.layers import attention
 from marjax.products import matmul, transposed
 from marjax.types import Array
@@ -87,6 +86,8 @@ class ActiveTokens:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        if self.encoder == "full" and self.encoder_buffers == "recomputed":
+            raise ValueError("encoder_buffers='recomputed' has no meaning with encoder='full', which recomputes all.")
         if self.budget is not None and (not isinstance(self.budget, int) or self.budget < 1):
             raise ValueError(f"budget={self.budget!r} must be a positive integer or None.")
 
@@ -138,22 +139,21 @@ class ActiveTokens:
         layers, heads = config.decoder_depth - self.decision_layer, config.decoder_num_heads
         return ActiveCache(
             encoder=encoder.init(config, rows, room, dtype) if self.encoder == "incremental" else None,
-            deep=blocks.empty(layers, rows, total, heads, config.decoder_embed_dim, dtype),
+            deep=KeysValues.empty(layers, rows, total, heads, config.decoder_embed_dim, dtype),
         )
 
     def full(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array]:
         """A refresh: the exact model on all rows; the first ones, as many as the cache has, are kept."""
-        config, kept = step.config, cache.deep.k.shape[1]
+        config = step.config
         enc, x = self._encode(cache, step)
         x = mar.decode(step.params, config, x, start=0, stop=self.decision_layer)
         x, deep = blocks.run(
             step.params["decoder_blocks"],
             x,
+            cache.deep,
             num_heads=config.decoder_num_heads,
             start=self.decision_layer,
-            stop=config.decoder_depth,
         )
-        deep = jax.tree.map(lambda old, new: blocks.write(old, new[:, :kept], ()), cache.deep, deep)
         return ActiveCache(encoder=enc, deep=deep), x[:, config.buffer_size :]
 
     def _encode(self, cache: ActiveCache, step: StepInput) -> tuple[EncoderCache | None, Array]:
@@ -177,11 +177,11 @@ class ActiveTokens:
             rows, deep = blocks.run_active(
                 stack, active.gather(x), active, cache.deep, num_heads=heads, start=self.decision_layer
             )
-            x = active.scatter(x, rows)
+            x = active.put(x, rows)
         else:
             x, deep = self._run_every_mlp(stack, x, active, cache.deep, heads)
         cache = ActiveCache(encoder=enc, deep=deep)
-        return cache, step.predicted(x[:, config.buffer_size :]), active.chosen(x.shape[1], step)
+        return cache, step.predicted(x[:, config.buffer_size :]), active.chosen
 
     def _choose(self, score: Array, step: StepInput) -> Active:
         if self.select == "least_attention":
@@ -197,19 +197,12 @@ class ActiveTokens:
         self, stack, x: Array, active: Active, cache: KeysValues, heads: int
     ) -> tuple[Array, KeysValues]:
         """As `blocks.run_active`, but every token runs the MLPs, inactive ones on a stream without attention."""
-        usable, (rows, index) = active.outside(x.shape[1]), active.target(x.shape[1])
 
         def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
             x, cache = carry
             layer = blocks.block(stack, heads, self.decision_layer + number)
-            chosen = active.gather(x)
-            q, k, v = layer.project_qkv(chosen)
-            old = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), cache)
-            attended = two_path_attention(q, k, v, old.k, old.v, fresh_mask=active.valid, cached_mask=usable)
-            x = layer.add_mlp(active.scatter(x, layer.add_attention(chosen, attended)))
-            fresh = KeysValues(k=k, v=v)
-            cache = jax.tree.map(lambda leaf, new: leaf.at[number, rows, index].set(new, mode="drop"), cache, fresh)
-            return (x, cache), None
+            rows, cache = blocks.attend_active(layer, active.gather(x), active, cache, number)
+            return (layer.add_mlp(active.put(x, rows)), cache), None
 
         return jax.lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]
 

@@ -35,6 +35,16 @@ def plan_for(
     return make_plan(config.seq_len, num_iter, cost.refresh_cost, num_known, cost)
 
 
+def flops_per_image(plan: Plan, cost: StepCost) -> float:
+    """Floating-point operations of the products that a decode runs for one image, padding included."""
+    total = 0.0
+    for segment in plan.segments:
+        cached = cost.cached_cost(segment.known, segment.predicted, segment.previous, segment.active)
+        refresh = cost.refresh_cost(segment.known, segment.predicted)
+        total += segment.num_refresh * refresh + (segment.num_steps - segment.num_refresh) * cached
+    return 2.0 * float(total)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepCost:
     """Cost of the steps of one decode.
@@ -87,6 +97,6 @@ class StepCost:
         return layer_cost(total, total, config.decoder_embed_dim, config.decoder_depth, config.mlp_ratio)
 
     def _head(self, predicted):
-        width, depth = self.config.diffloss_w, self.config.diffloss_d
-        per_row = self.num_steps * (depth * 5 * width**2 + 2 * width**2)
-        return self._rows * np.asarray(predicted, np.float64) * per_row
+        config = self.config
+        per_token = self.accel.head.cost(config.diffloss_d, config.diffloss_w, self.num_steps, guided=self.guided)
+        return np.asarray(predicted, np.float64) * per_token

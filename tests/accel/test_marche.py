@@ -36,7 +36,7 @@ def forced_steps(policy: ActiveTokens, num_iter: int = STEPS):
     def run(cache, rows, segment, full):
         keys = jax.random.split(jax.random.key(1), BATCH)
         step = StepInput(
-            PARAMS.mar, jnp.asarray(TOKENS), jnp.asarray(CLASS_EMB), positions, rows, keys, CONFIG, segment, trace=True
+            PARAMS.mar, jnp.asarray(TOKENS), jnp.asarray(CLASS_EMB), positions, rows, keys, CONFIG, segment
         )
         if full:
             cache, x = policy.full(cache, step)
