@@ -127,35 +127,3 @@ def test_choice(seed, data):
         assert len(set(chosen)) == len(chosen) == count and forced <= set(chosen)
         rest = sorted(set(range(total)) - forced, key=lambda place, row=row: (-score[row, place], place))
         assert set(chosen) - forced == set(rest[: count - len(forced)])
-
-
-def test_options_by_name():
-    got = resolve("marche:budget=32,refresh_every=4,skip_mlp=off,encoder=full,condition=on,head=on")
-    refresh = Refresh(warmup=0, period=4)
-    tokens = ActiveTokens(budget=32, refresh=refresh, skip_mlp=False, encoder="full")
-    assert got == Accel(tokens=tokens, condition=ConditionCache(refresh=refresh), head=HeadCache())
-    assert resolve("lazymar:tokens=off,head=off") == Accel(condition=ConditionCache())
-    never = resolve("lazymar:refresh_every=never,warmup=2")
-    assert never.tokens.refresh == never.condition.refresh == Refresh(warmup=2, period=None)
-    assert resolve("none") == Accel() and resolve(got) is got
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("fast", "Unknown accel 'fast'; expected one of none, lazymar, marche"),
-        ("marche:speed=9", "unknown option 'speed'; expected one of budget, buffers, condition, decision_layer"),
-        ("marche:budget=many", "budget='many' must be a non-negative integer"),
-        ("marche:budget=0", "budget=0 must be a positive integer or None"),
-        ("marche:select=best", "select='best' must be one of attention, least_attention, random"),
-        ("marche:skip_mlp=maybe", "skip_mlp='maybe' must be on or off"),
-        ("marche:refresh_every=0", "period=0 must be a positive integer or None"),
-        ("marche:decision_layer=9", "decision_layer=9 must be at least 1 and leave a layer behind it"),
-        ("lazymar:prune_layer=4", "prune_layer=4 must be at least 0 and leave a layer behind it"),
-        ("none:budget=3", "unknown option 'budget'"),
-    ],
-)
-def test_bad_accels_get_one_sentence(text, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        marjax.sample_latents(PARAMS, KEY, LABELS[:1], accel=text, **OPTIONS)
-    assert "\n" not in str(refused.value)
