@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 from bench_sample import flops
 from fidelity_report import write_report
-from timing import Timing, interleaved, machine
+from timing import Timing, interleaved, machine, write_text
 from tqdm import tqdm
 
 import marjax
@@ -64,12 +63,14 @@ ROWS = (
     Row("exact", headline=True),
     *(Row(f"exact, {steps} steps", num_iter=steps, headline=True) for steps in (32, 16, 8)),
     Row("LazyMAR", "lazymar", headline=True),
+    Row("LazyMAR: its head cache as published", "lazymar:head_period=7"),
     Row("LazyMAR: token cache alone", "lazymar:condition=off,head=off"),
     Row("LazyMAR: condition cache alone", "lazymar:tokens=off,head=off"),
-    Row("LazyMAR: head cache alone", "none:head=on"),
-    Row("LazyMAR: token and condition cache", "lazymar:head=off"),
+    *(Row(f"LazyMAR: head cache alone, period {period}", f"none:head=on,head_period={period}") for period in (7, 3)),
     Row("LazyMAR: without refresh", "lazymar:refresh_every=never"),
     Row("LazyMAR: without warm-up", "lazymar:warmup=0"),
+    Row("LazyMAR: without warm-up and refresh", "lazymar:warmup=0,refresh_every=never"),
+    Row("LazyMAR: prune layer 1", "lazymar:prune_layer=1"),
     Row("MARché", "marche", headline=True),
     Row("MARché: without caching tokens", "marche:include_caching=off"),
     Row("MARché: without generating tokens", "marche:include_generating=off"),
@@ -81,9 +82,9 @@ ROWS = (
     Row("MARché: without refresh", "marche:refresh_every=never"),
     Row("MARché: full encoder", "marche:encoder=full"),
     Row("MARché: every MLP", "marche:skip_mlp=off"),
-    Row("MARché + condition cache", "marche:condition=on"),
-    Row("MARché + head cache", "marche:head=on"),
-    Row("MARché + condition and head cache", "marche:condition=on,head=on", headline=True),
+    Row("MARché + condition cache", "marche:condition=on", headline=True),
+    Row("MARché + head cache", "marche:head=on,head_period=3"),
+    Row("MARché + condition and head cache", "marche:condition=on,head=on,head_period=3"),
 )
 QUICK = (Row("exact", num_iter=16), Row("LazyMAR", "lazymar", 16), Row("MARché", "marche", 16))
 
@@ -141,7 +142,7 @@ class Work:
         path.mkdir(parents=True, exist_ok=True)
         record = path / "settings.json"
         if not record.exists():
-            atomic_write(record, json.dumps(settings).encode())
+            write_text(record, json.dumps(settings))
         elif (found := json.loads(record.read_text())) != settings:
             raise ValueError(f"{path} holds images of {found}, not of {settings}; give another --work.")
 
@@ -155,9 +156,8 @@ class Work:
 
     def save(self, row: Row, arrays: dict[str, np.ndarray]) -> None:
         """Replaces the row's file."""
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        atomic_write(self.path / f"{row.slug}.npz", buffer.getvalue())
+        with atomic_write(self.path / f"{row.slug}.npz") as temporary:
+            np.savez(temporary, **arrays)
 
     def speed(self) -> dict[str, Any]:
         """What `measure_speed` wrote last."""
@@ -166,7 +166,7 @@ class Work:
 
     def save_speed(self, record: dict[str, Any]) -> None:
         """Keeps the times."""
-        atomic_write(self.path / "speed.json", json.dumps(record).encode())
+        write_text(self.path / "speed.json", json.dumps(record))
 
 
 def sampled(params: MARParams, row: Row, indices: np.ndarray, seed: int, options: argparse.Namespace):

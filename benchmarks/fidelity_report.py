@@ -10,11 +10,10 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from timing import spread
+from timing import spread, write_text
 
 from marjax import metrics
 from marjax.data import open_source
-from marjax.files import atomic_write
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
@@ -62,8 +61,8 @@ def write_report(
     print(text)
     out.mkdir(parents=True, exist_ok=True)
     document = {**settings, "num_images": options.num_images, "num_paired": options.num_paired, "rows": results}
-    atomic_write(out / "fidelity.json", (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
-    atomic_write(out / "fidelity.md", text.encode())
+    write_text(out / "fidelity.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    write_text(out / "fidelity.md", text)
     if all("ratios" in result for result in results):
         picture(out / "fidelity.png", results)
 

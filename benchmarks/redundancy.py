@@ -22,14 +22,13 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 from bench_sample import load_model
-from timing import machine
+from timing import machine, write_text
 from tqdm import tqdm
 
 import marjax
 from marjax import codec, mar
-from marjax.accel import blocks
+from marjax.accel.blocks import KeysValues, run
 from marjax.accel.lazymar import cosine
-from marjax.files import atomic_write
 from marjax.schedule import step_counts
 from marjax.types import Array, MARParams
 
@@ -50,8 +49,8 @@ def forward(config: marjax.MARConfig, params, tokens: Array, order: Array, class
     x = mar.encode(params, config, mar.embed(params, tokens, class_emb, positions.encoder), num_known)
     x = mar.decoder_input(params, config, x, num_known, positions.decoder)
     heads, depth = config.decoder_num_heads, config.decoder_depth
-    out, kv = blocks.run(params["decoder_blocks"], x, num_heads=heads, start=0, stop=depth)
-    return x, out, kv
+    empty = KeysValues.empty(depth, *x.shape[:2], heads, x.shape[2], x.dtype)
+    return x, *run(params["decoder_blocks"], x, empty, num_heads=heads, start=0)
 
 
 def similarities(params: MARParams, num_images: int, num_iter: int, seed: int) -> dict[str, np.ndarray]:
@@ -169,7 +168,7 @@ def main() -> None:
         print(f"{name:26s} mean squared change {measured[name].mean():.4f} of the output's mean square")
     lists = {name: np.where(np.isnan(values), None, values.round(5)).tolist() for name, values in measured.items()}
     document = {**vars(options), "out": str(options.out), "groups": GROUPS, **machine(), "measured": lists}
-    atomic_write(options.out / "redundancy.json", (json.dumps(document) + "\n").encode())
+    write_text(options.out / "redundancy.json", json.dumps(document) + "\n")
     print(json.dumps({name: str(document[name]) for name in ("model", "num_images", "num_iter", "out")}))
 
 

@@ -14,6 +14,7 @@ import platform
 import resource
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 import marjax
 from marjax.compilation import Stopwatch
+from marjax.files import atomic_write
 
 
 @dataclasses.dataclass
@@ -81,6 +83,12 @@ def ratios(timings: dict[str, Timing], base: str) -> dict[str, list[float]]:
         name: [own / other for own, other in zip(timing.seconds, timings[base].seconds, strict=True)]
         for name, timing in timings.items()
     }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def spread(values: list[float], digits: int = 2) -> str:

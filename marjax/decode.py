@@ -128,12 +128,12 @@ def decode(
                 return None
             return codes(chosen, view, cached_rows).reshape(cached_rows // batch, batch, -1)
 
-        def full(cache: PyTree, residual: Array | None):
+        def full(view: StepInput, cache: PyTree, residual: Array | None):
             cache, x = accel.tokens.full(cache, view)
             residual = x[batch:] - x[:batch] if conditioned else residual
             return cache, residual, view.predicted(x), coded(None)
 
-        def cached(cache: PyTree, residual: Array | None):
+        def cached(view: StepInput, cache: PyTree, residual: Array | None):
             if not conditioned:
                 cache, x, chosen = accel.tokens.cached(cache, view)
                 return cache, residual, x, coded(chosen)
@@ -142,12 +142,20 @@ def decode(
 
         segment = view.segment
         if segment.num_refresh in (0, segment.num_steps):
-            return (full if segment.num_refresh else cached)(cache, residual)
-        # Two loops of one turn or none, not a conditional, which XLA hands copies of the caches.
-        state = jax.tree.map(jnp.zeros_like, jax.eval_shape(cached, cache, residual))
-        state = (cache, residual, *state[2:])
-        state = lax.fori_loop(0, view.rows.refresh.astype(int), lambda _, state: full(*state[:2]), state)
-        return lax.fori_loop(view.rows.refresh.astype(int), 1, lambda _, state: cached(*state[:2]), state)
+            return (full if segment.num_refresh else cached)(view, cache, residual)
+
+        # Two loops of one turn or none, since XLA hands copies of the caches to the branches of a conditional.
+        def once(compute, skip: Array, state):
+            def turn(number: Array, state):
+                # Depends on the turn, lest XLA move the work out in front of the loop.
+                tokens = jnp.where(number == 0, view.tokens, 0.0)
+                return compute(view.replace(tokens=tokens), *state[:2])
+
+            return lax.fori_loop(skip.astype(jnp.int32), 1, turn, state)
+
+        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(cached, view, cache, residual)[2:])
+        state = once(full, ~view.rows.refresh, (cache, residual, *nothing))
+        return once(cached, view.rows.refresh, state)
 
     def make_step(segment: Segment):
         def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, Array | None]:
