@@ -173,7 +173,8 @@ class ConditionCache:
     """The condition cache of LazyMAR: at cached steps only the conditional half of a guided batch runs.
 
     The unconditional output is the conditional one plus their difference at the last refresh. Without guidance there is
-    no such half, and the policy does nothing. With a token cache both refresh together.
+    no such half, and the policy does nothing. With a token cache both refresh together. Memory: S E float32 numbers for
+    each image.
 
     Attributes:
         refresh: which steps run both halves.

@@ -52,6 +52,11 @@ class ActiveCache:
 class ActiveTokens:
     """MARché's token cache.
 
+    Memory, for each row (an image; two with guidance and no condition cache), in numbers of the compute dtype: keys and
+    values of every decoder layer behind the decision layer, 2 N E; with the incremental encoder also those of every
+    encoder layer, 2 (N + Q) E, and (N + Q) E float32 decoder inputs. N positions, E wide, Q tokens predicted at most in
+    a step. MAR-B in bfloat16: 23 MB.
+
     Attributes:
         budget: positions recomputed at a cached step; more where generating and caching tokens are more. None: 64 of
             320, as published, scaled to the model.

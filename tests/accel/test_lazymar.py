@@ -32,7 +32,9 @@ def params():
     return golden_params("lazy")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "lazy_run_cachedhead" else pytest.mark.slow) for name in RUNS]
+)
 def test_replay_matches_the_released_code(golden, name):
     run, recorded = golden(f"{name}.npz"), golden("lazy_noise.npz")
     order = recorded["orders"][:, ::-1]  # the reference decodes from the end of its order

@@ -13,31 +13,38 @@ from sample_helpers import CONFIG, PARAMS
 
 from marjax import ActiveTokens, mar
 from marjax.accel import Accel
-from marjax.accel.base import StepInput
+from marjax.accel.base import StepInput, TokenPolicy
 from marjax.accel.plan import plan_for
 from marjax.accel.trace import codes
+from marjax.types import MARParams, cast_matrices
 
 BATCH, STEPS = 2, 8
-RNG = np.random.default_rng(0)
-ORDER = np.stack([RNG.permutation(CONFIG.seq_len) for _ in range(BATCH)])
-ROOM = CONFIG.seq_len  # tokens behind the end of the sequence, which no slice may run over
-TOKENS = RNG.normal(size=(BATCH, CONFIG.seq_len + ROOM, CONFIG.token_dim)).astype(np.float32)
-CLASS_EMB = np.asarray(PARAMS.mar["class_emb"])[[3, 7]]
 
 
-def forced_steps(policy: ActiveTokens, num_iter: int = STEPS):
-    """Every step of a decode on given tokens: its numbers, the output [B, p, E], and codes [B, N] (None: all)."""
-    plan = plan_for(CONFIG, num_iter, 10, accel=Accel(tokens=policy), guided=False)
-    positions = mar.gather_positions(PARAMS.mar, CONFIG, jnp.asarray(ORDER))
-    room = max(segment.previous for segment in plan.segments)
-    cache = policy.init(CONFIG, BATCH, room, jnp.float32)
+@functools.cache
+def inputs(config=CONFIG):
+    """Orders [B, S]; tokens [B, 2 S, D] in generation order, of which slices never reach the end."""
+    rng = np.random.default_rng(0)
+    order = np.stack([rng.permutation(config.seq_len) for _ in range(BATCH)])
+    return order, rng.normal(size=(BATCH, 2 * config.seq_len, config.token_dim)).astype(np.float32)
+
+
+def class_embeddings(params=PARAMS):
+    return np.asarray(params.mar["class_emb"])[[3, 7]]
+
+
+def forced_steps(policy: TokenPolicy, num_iter: int = STEPS, params: MARParams = PARAMS):
+    """Every step of a decode on given tokens: its numbers, the output [B, p, E], codes [B, N], the cache."""
+    config, tree = params.config, cast_matrices(params.mar, jnp.float32)
+    order, tokens = map(jnp.asarray, inputs(config))
+    plan = plan_for(config, num_iter, 10, accel=Accel(tokens=policy), guided=False)
+    positions = mar.gather_positions(tree, config, order)
+    cache = policy.init(config, BATCH, max(segment.previous for segment in plan.segments), jnp.float32)
 
     @functools.partial(jax.jit, static_argnums=(2, 3))
     def run(cache, rows, segment, full):
         keys = jax.random.split(jax.random.key(1), BATCH)
-        step = StepInput(
-            PARAMS.mar, jnp.asarray(TOKENS), jnp.asarray(CLASS_EMB), positions, rows, keys, CONFIG, segment
-        )
+        step = StepInput(tree, tokens, class_embeddings(params), positions, rows, keys, config, segment)
         if full:
             cache, x = policy.full(cache, step)
             return cache, step.predicted(x), codes(None, step, BATCH)
@@ -52,6 +59,10 @@ def forced_steps(policy: ActiveTokens, num_iter: int = STEPS):
 
 
 OPTIONS = [
+    {"decision_layer": 1, "encoder_buffers": "recomputed", "buffers": "never"},
+    {"encoder": "full", "skip_mlp": False, "include_caching": False},
+]
+SLOW_OPTIONS = [
     {},
     {"encoder": "full"},
     {"encoder_buffers": "recomputed"},
@@ -66,14 +77,20 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options", [*OPTIONS, *(pytest.param(options, marks=pytest.mark.slow) for options in SLOW_OPTIONS)], ids=str
+)
 def test_equals_the_plain_restatement(options):
     policy = ActiveTokens(budget=20, **options)
-    plain = [PlainMarche(PARAMS, order, emb, budget=20, **options) for order, emb in zip(ORDER, CLASS_EMB, strict=True)]
+    orders, tokens = inputs()
+    plain = [
+        PlainMarche(PARAMS, order, emb, budget=20, **options)
+        for order, emb in zip(orders, class_embeddings(), strict=True)
+    ]
     for number, (rows, x, code, _) in enumerate(forced_steps(policy)):
         for image, model in enumerate(plain):
             counts = int(rows.num_known), int(rows.num_predicted), int(rows.num_previous)
-            expected, active = model.step(number, TOKENS[image], *counts)
+            expected, active = model.step(number, tokens[image], *counts)
             np.testing.assert_allclose(x[image], expected, rtol=0, atol=2e-5)
             got = np.flatnonzero(code[image])
             np.testing.assert_array_equal(got, np.arange(len(code[image])) if active is None else active)

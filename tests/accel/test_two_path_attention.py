@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,11 +33,12 @@ def random_inputs(seed, rows, queries, fresh, cached, heads, width, scale=1.0, d
     return q * dtype(scale), k_f, v_f, k_c, v_c, *masks
 
 
+@jax.jit
 def run(q, k_f, v_f, k_c, v_c, fresh_mask, cached_mask):
     return two_path_attention(q, k_f, v_f, k_c, v_c, fresh_mask=fresh_mask, cached_mask=cached_mask)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.integers(0, 99), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 20), st.integers(1, 4)
 )
