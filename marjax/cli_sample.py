@@ -39,6 +39,7 @@ EXAMPLES = """examples:
   marjax sample                                              one image of every class, in grid.png
   marjax sample --labels "sneaker,bag,3" --out three.png     classes by name or number
   marjax sample --per-class 8 --seed 1 --cfg 3               a row of 8 images for every class
+  marjax sample --accel marche:condition=on                  faster, with caches that change the images a little
   marjax sample --per-class 1000 --out samples/              a directory of PNGs; run it again to resume
   marjax sample --model mar_base --per-class 50 --out-npz samples.npz         50,000 images, as FID is computed on
   marjax sample --unconditional 16 --model runs/mine --weights raw

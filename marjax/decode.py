@@ -23,9 +23,10 @@ from flax import struct
 from jax import lax
 
 from marjax import diffusion, diffusion_head, mar
+from marjax.accel import transformer
 from marjax.accel.base import Accel, StepInput
 from marjax.accel.head import HeadInput
-from marjax.accel.trace import Trace, codes
+from marjax.accel.trace import Trace
 from marjax.accel.trace import to_image_order as trace_in_image_order
 from marjax.config import MARConfig
 from marjax.layers import dense
@@ -42,14 +43,11 @@ class DecodeState:
 
     Attributes:
         tokens: [B, S + max P, D] float32, in generation order.
-        cache: the token policy's.
-        residual: [B, S, E] unconditional minus conditional decoder output at the last refresh; None without a condition
-            cache.
+        caches: those of encoder and decoder.
     """
 
     tokens: Array
-    cache: PyTree
-    residual: Array | None
+    caches: transformer.Caches
 
 
 def decode(
@@ -96,8 +94,6 @@ def decode(
     head = diffusion_head.unstack(params["diffloss"])
     time = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule.timestep_map))  # [T, W]
 
-    conditioned = guidance is not None and accel.condition is not None
-
     def sample_tokens(z: Array, step: Rows, num_predicted: int) -> Array:
         """Z [R, P, E] -> tokens [B, P, D]."""
         cond = dense(head["cond_embed"], z.reshape(-1, z.shape[-1]))
@@ -118,45 +114,6 @@ def decode(
         )
         return tokens.reshape(batch, num_predicted, -1)
 
-    cached_rows = batch if conditioned else class_emb.shape[0]
-
-    def transform(view: StepInput, cache: PyTree, residual: Array | None):
-        """The cache and the residual after a step, the decoder's output [R, P, E], and codes for the trace."""
-
-        def coded(chosen: Array | None) -> Array | None:
-            if not return_trace:
-                return None
-            return codes(chosen, view, cached_rows).reshape(cached_rows // batch, batch, -1)
-
-        def full(view: StepInput, cache: PyTree, residual: Array | None):
-            cache, x = accel.tokens.full(cache, view)
-            residual = x[batch:] - x[:batch] if conditioned else residual
-            return cache, residual, view.predicted(x), coded(None)
-
-        def cached(view: StepInput, cache: PyTree, residual: Array | None):
-            if not conditioned:
-                cache, x, chosen = accel.tokens.cached(cache, view)
-                return cache, residual, x, coded(chosen)
-            cache, x, chosen = accel.tokens.cached(cache, view.replace(class_emb=class_emb[:batch]))
-            return cache, residual, jnp.concatenate([x, x + view.predicted(residual)]), coded(chosen)
-
-        segment = view.segment
-        if segment.num_refresh in (0, segment.num_steps):
-            return (full if segment.num_refresh else cached)(view, cache, residual)
-
-        # Two loops of one turn or none, since XLA hands copies of the caches to the branches of a conditional.
-        def once(compute, skip: Array, state):
-            def turn(number: Array, state):
-                # Depends on the turn, lest XLA move the work out in front of the loop.
-                tokens = jnp.where(number == 0, view.tokens, 0.0)
-                return compute(view.replace(tokens=tokens), *state[:2])
-
-            return lax.fori_loop(skip.astype(jnp.int32), 1, turn, state)
-
-        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(cached, view, cache, residual)[2:])
-        state = once(full, ~view.rows.refresh, (cache, residual, *nothing))
-        return once(cached, view.rows.refresh, state)
-
     def make_step(segment: Segment):
         def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, Array | None]:
             view = StepInput(
@@ -169,31 +126,23 @@ def decode(
                 config=config,
                 segment=segment,
             )
-            cache, residual, x, code = transform(view, state.cache, state.residual)
-            z = mar.condition(params, x, view.predicted(positions.diffusion))
+            caches, output = transformer.compute(accel, state.caches, view, trace=return_trace)
+            z = mar.condition(params, output.x, view.predicted(positions.diffusion))
             new = sample_tokens(z, step_rows, segment.predicted)
             tokens = lax.dynamic_update_slice_in_dim(state.tokens, new, step_rows.num_known, axis=1)
-            return DecodeState(tokens=tokens, cache=cache, residual=residual), code
+            return DecodeState(tokens=tokens, caches=caches), output.codes
 
         return step
 
     tokens = jnp.zeros((batch, seq_len + max(segment.predicted for segment in segments), config.token_dim), jnp.float32)
     if known is not None:
         tokens = tokens.at[:, :seq_len].set(jnp.take_along_axis(known, order[..., None], axis=1))
-    state = DecodeState(
-        tokens=tokens,
-        cache=accel.tokens.init(
-            config,
-            rows=cached_rows,
-            room=max(segment.previous for segment in segments),
-            dtype=params["z_proj"]["kernel"].dtype,
-        ),
-        residual=jnp.zeros((batch, seq_len, config.decoder_embed_dim)) if conditioned else None,
-    )
-    coded = []
+    dtype = params["z_proj"]["kernel"].dtype
+    caches = transformer.init(accel, config, segments, batch, guided=guidance is not None, dtype=dtype)
+    state, codes = DecodeState(tokens=tokens, caches=caches), []
     for segment, segment_rows in zip(segments, rows, strict=True):
-        state, code = lax.scan(make_step(segment), state, segment_rows)
-        coded.append(code)
+        state, segment_codes = lax.scan(make_step(segment), state, segment_rows)
+        codes.append(segment_codes)
     trace = None
     if return_trace:
         steps = jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
@@ -201,7 +150,7 @@ def decode(
             refresh=steps.refresh,
             num_known=steps.num_known,
             num_predicted=steps.num_predicted,
-            positions=trace_in_image_order(jnp.concatenate(coded), order, config.buffer_size),
+            positions=trace_in_image_order(jnp.concatenate(codes), order, config.buffer_size),
         )
     return to_image_order(state.tokens[:, :seq_len], order), trace
 

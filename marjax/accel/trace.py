@@ -48,9 +48,10 @@ def codes(chosen: Array | None, step: StepInput, rows: int) -> Array:
     return jnp.where(chosen, code, REUSED).astype(jnp.uint8)
 
 
-def to_image_order(positions: Array, order: Array, buffers: int) -> Array:
-    """[steps, halves, B, buffers + S] from generation order to image order; order [B, S]."""
+def to_image_order(codes: Array, order: Array, buffers: int) -> Array:
+    """[steps, halves x B, buffers + S] in generation order -> [steps, halves, B, buffers + S]; order [B, S]."""
+    codes = codes.reshape(codes.shape[0], -1, order.shape[0], codes.shape[-1])
     ranks = jnp.argsort(order, axis=1)[None, None]
-    ranks = jnp.broadcast_to(ranks, (*positions.shape[:-1], order.shape[1]))
-    tokens = jnp.take_along_axis(positions[..., buffers:], ranks, axis=-1)
-    return jnp.concatenate([positions[..., :buffers], tokens], axis=-1)
+    ranks = jnp.broadcast_to(ranks, (*codes.shape[:-1], order.shape[1]))
+    tokens = jnp.take_along_axis(codes[..., buffers:], ranks, axis=-1)
+    return jnp.concatenate([codes[..., :buffers], tokens], axis=-1)

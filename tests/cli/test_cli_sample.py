@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from cli_helpers import FAST, FAST_OPTIONS, ROOT, TINY, random_model, read, write_idx
+from cli_helpers import FAST, FAST_OPTIONS, ROOT, TINY, random_model, read
+from helpers import write_idx
 
 from marjax import cli_sample, metrics
 from marjax.checkpoint import load, save
