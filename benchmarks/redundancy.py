@@ -30,7 +30,7 @@ from marjax import codec, mar
 from marjax.accel.blocks import KeysValues, run
 from marjax.accel.lazymar import cosine
 from marjax.schedule import step_counts
-from marjax.types import Array, MARParams
+from marjax.types import Array, MARParams, cast_matrices
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
@@ -61,18 +61,18 @@ def similarities(params: MARParams, num_images: int, num_iter: int, seed: int) -
         empty groups; `k`, `v` [steps - 1, L, groups]; `conditional`, `unconditional`, `residual` [steps - 1]: mean
         squared change of the outputs and of their difference, as a share of the conditional output's mean square.
     """
-    config = params.config
+    config, tree = params.config, cast_matrices(params.mar, jnp.float32)
     labels, rng = np.arange(num_images) % config.class_num, np.random.default_rng(seed)
     order = np.stack([rng.permutation(config.seq_len) for _ in labels]).astype(np.int32)
     latents = marjax.sample_latents(
         params, jax.random.key(seed), labels, order=order, num_iter=num_iter, dtype="float32", batch_size=num_images
     )
     tokens = jnp.take_along_axis(codec.patchify(latents, config.patch_size), order[..., None], axis=1)
-    class_emb = [mar.class_embedding(params.mar, each, num_images) for each in (labels, None)]
+    class_emb = [mar.class_embedding(tree, each, num_images) for each in (labels, None)]
     known, _ = step_counts(config.seq_len, num_iter)
     rows, before = [], None
     for step in tqdm(range(num_iter), disable=None):
-        now = forward(config, params.mar, tokens, order, jnp.concatenate(class_emb), known[step])
+        now = forward(config, tree, tokens, order, jnp.concatenate(class_emb), known[step])
         if before is not None:
             rows.append(change(now, before, config, known[step - 1 : step + 2]))
         before = now
@@ -114,12 +114,16 @@ def change(now, before, config: marjax.MARConfig, known: np.ndarray) -> dict[str
 
 def draw(measured: dict[str, np.ndarray], out: Path) -> None:
     """The three figures."""
+
+    def distance(cosine: np.ndarray) -> np.ndarray:
+        return np.where(cosine < 1, 1 - cosine, np.nan)  # no change at all has no place on a logarithmic axis
+
     steps = np.arange(1, len(measured["output"]) + 1)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     for axis, name, title in zip(axes, ("input", "output"), ("decoder input", "decoder output"), strict=True):
         for group, values in zip(GROUPS, measured[name].T, strict=True):
-            axis.plot(steps, values, label=group)
-        axis.set(title=title, xlabel="step", ylabel="cosine with the step before")
+            axis.plot(steps, distance(values), label=group)
+        axis.set(title=title, xlabel="step", ylabel="1 - cosine with the step before", yscale="log", ylim=(1e-6, 2))
     axes[0].legend()
     figure.savefig(out / "redundancy_features.png", dpi=140)
 
@@ -127,8 +131,9 @@ def draw(measured: dict[str, np.ndarray], out: Path) -> None:
     for axis, name in zip(axes, ("k", "v"), strict=True):
         layers = np.nanmean(measured[name], axis=0)  # [L, groups]
         for group, values in zip(GROUPS, layers.T, strict=True):
-            axis.plot(np.arange(1, len(layers) + 1), values, "o-", label=group)
-        axis.set(title={"k": "keys", "v": "values"}[name], xlabel="decoder layer", ylabel="cosine with the step before")
+            axis.plot(np.arange(1, len(layers) + 1), distance(values), "o-", label=group)
+        axis.set(title={"k": "keys", "v": "values"}[name], xlabel="decoder layer")
+        axis.set(ylabel="1 - cosine with the step before", yscale="log", ylim=(1e-6, 2))
     axes[0].legend()
     figure.savefig(out / "redundancy_layers.png", dpi=140)
 
@@ -169,7 +174,7 @@ def main() -> None:
     lists = {name: np.where(np.isnan(values), None, values.round(5)).tolist() for name, values in measured.items()}
     document = {**vars(options), "out": str(options.out), "groups": GROUPS, **machine(), "measured": lists}
     write_text(options.out / "redundancy.json", json.dumps(document) + "\n")
-    print(json.dumps({name: str(document[name]) for name in ("model", "num_images", "num_iter", "out")}))
+    print(json.dumps({name: document[name] for name in ("model", "num_images", "num_iter", "seed", "out")}))
 
 
 if __name__ == "__main__":
