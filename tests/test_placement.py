@@ -78,11 +78,12 @@ import sample_helpers as t
 class Patch:
     def setattr(self, target, name, value):
         setattr(target, name, value)
-out = {}
+out, run = {}, t.sample._run
 for name in ("lazymar:warmup=0,refresh_every=3", "marche:condition=on"):
     options = {**t.OPTIONS, "accel": name, "num_iter": 8}
     latents, trace = t.marjax.sample_latents(t.PARAMS, t.KEY, t.LABELS[:6], return_trace=True, **options)
     text = t.compiled_text(Patch(), t.PARAMS, labels=t.LABELS[:6], **options)
+    t.sample._run = run
     kinds = r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     out |= {f"{name}/latents": latents, f"{name}/positions": trace.positions}
     out |= {f"{name}/collectives": re.findall(kinds, text), f"{name}/split": "num_partitions=4" in text}
