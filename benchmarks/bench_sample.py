@@ -22,12 +22,18 @@ import marjax
 from marjax import mar
 from marjax.accel import resolve
 from marjax.accel.plan import StepCost, flops_per_image, plan_for
+from marjax.arguments import default_num_iter
+from marjax.cli_options import positive
 from marjax.noise_schedule import noise_schedule
 from marjax.types import DTYPES, MARParams
 
 
 def load_model(name: str) -> MARParams:
-    """A preset with random weights, or a model that `marjax.load` knows; the shipped model has real weights."""
+    """A preset with random weights, or a model that `marjax.load` knows; the shipped model has real weights.
+
+    Raises:
+        ValueError, OSError: as `marjax.load`.
+    """
     if name in marjax.PRESETS and name != "fashion_mnist":
         config = marjax.get_preset(name)
         tree = jax.jit(lambda key: mar.init(config, key))(jax.random.key(0))
@@ -38,10 +44,14 @@ def load_model(name: str) -> MARParams:
 
 
 def flops(params: MARParams, accel: str, num_iter: int | None, num_sampling_steps: int | None, cfg: float) -> float:
-    """FLOPs per image, by the plan."""
+    """FLOPs per image, by the plan.
+
+    Raises:
+        ValueError: if the acceleration is unknown, or does not fit the model.
+    """
     config, num_steps = params.config, num_sampling_steps or params.config.num_sampling_steps
     num_steps, guided = noise_schedule(str(num_steps)).num_steps, cfg != 1.0
-    num_iter, policy = num_iter or min(64, config.seq_len), resolve(accel)
+    num_iter, policy = num_iter or default_num_iter(config), resolve(accel)
     plan = plan_for(config, num_iter, num_steps, accel=policy, guided=guided)
     return flops_per_image(plan, StepCost(config, policy, num_steps, guided))
 
@@ -52,21 +62,26 @@ def main() -> None:
     parser.add_argument("--model", default="fashion_mnist")
     parser.add_argument("--accel", nargs="+", default=["none", "lazymar", "marche"])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
-    parser.add_argument("--batch-size", type=int, default=20)
-    parser.add_argument("--num-iter", type=int, help="default: 64")
-    parser.add_argument("--num-sampling-steps", type=int, help="default: the model's")
+    parser.add_argument("--batch-size", type=positive, default=20)
+    parser.add_argument("--num-iter", type=positive, help="default: 64")
+    parser.add_argument("--num-sampling-steps", type=positive, help="default: the model's")
     parser.add_argument("--cfg", type=float, help="default: the model's")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--no-warm-up", action="store_true", help="time the first runs too, less their compilation")
     parser.add_argument("--quick", action="store_true", help="4 decode steps of 10 diffusion steps, one repeat")
     options = parser.parse_args()
     if options.quick:
         options.num_iter, options.num_sampling_steps, options.repeats = 4, 10, 1
 
-    params = load_model(options.model)
+    accels, steps = list(dict.fromkeys(options.accel)), (options.num_iter, options.num_sampling_steps)
+    try:
+        params = load_model(options.model)
+        cfg = params.config.cfg if options.cfg is None else options.cfg
+        work = {accel: flops(params, accel, *steps, cfg) for accel in accels}
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     labels = np.arange(options.batch_size) % params.config.class_num
-    cfg = params.config.cfg if options.cfg is None else options.cfg
-    combinations = [(accel, dtype) for dtype in options.dtype for accel in options.accel]
+    combinations = [(accel, dtype) for dtype in dict.fromkeys(options.dtype) for accel in accels]
 
     def variant(accel: str, dtype: str):
         return lambda seed: marjax.sample_latents(
@@ -87,19 +102,16 @@ def main() -> None:
     print(f"{'':40s} {'s/image':>9s} {'images/s':>9s} {'compile':>8s} {'TFLOP/image':>12s}  share of {base}")
     results = {}
     for (accel, _), (name, timing) in zip(combinations, timings.items(), strict=True):
-        each, work = (
-            timing.median / len(labels),
-            flops(params, accel, options.num_iter, options.num_sampling_steps, cfg),
-        )
+        each = timing.median / len(labels)
         print(
-            f"{name:40s} {each:9.3f} {1 / each:9.3f} {timing.compile_seconds:7.1f}s {work / 1e12:12.3f}  "
+            f"{name:40s} {each:9.3f} {1 / each:9.3f} {timing.compile_seconds:7.1f}s {work[accel] / 1e12:12.3f}  "
             f"{spread(shares[name])}"
         )
         results[name] = {
             "seconds": timing.seconds,
             "seconds_per_image": each,
             "compile_seconds": timing.compile_seconds,
-            "flops_per_image": work,
+            "flops_per_image": work[accel],
             "ratios": shares[name],
         }
     print(json.dumps({**vars(options), "cfg": cfg, **machine(), "results": results}))

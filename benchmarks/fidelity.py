@@ -26,11 +26,13 @@ from typing import Any
 import jax
 import numpy as np
 from bench_sample import flops
-from fidelity_report import write_report
+from fidelity_report import open_test_images, write_report
 from timing import Timing, interleaved, machine, write_text
 from tqdm import tqdm
 
 import marjax
+from marjax.accel import resolve
+from marjax.cli_options import positive
 from marjax.files import atomic_write
 from marjax.sample import to_images
 from marjax.types import DTYPES, MARParams
@@ -54,8 +56,16 @@ class Row:
 
     @property
     def slug(self) -> str:
-        """A file name."""
-        return hashlib.sha256(f"{self.accel} {self.num_iter}".encode()).hexdigest()[:16]
+        """A file name, which stands for what is computed, whatever it is called."""
+        return short_hash(f"{resolve(self.accel)} {self.num_iter}".encode())
+
+
+def short_hash(*parts: bytes) -> str:
+    """Names contents."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 BUDGETS = (20, 30, 41, 60)  # of 204 positions; 41 is the published share, and the default
@@ -95,12 +105,12 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="directory of Fashion-MNIST's IDX files; the test split is used")
     parser.add_argument("--model", default="fashion_mnist")
     parser.add_argument("--accel", nargs="+", help="rows of one's own instead of the tables'; the first is the base")
-    parser.add_argument("--num-iter", type=int, default=64, help="decode steps of rows of one's own")
-    parser.add_argument("--num-images", type=int, default=2000, help="images of headline rows")
-    parser.add_argument("--num-paired", type=int, default=500, help="images of the other rows")
-    parser.add_argument("--batch-size", type=int, default=20)
+    parser.add_argument("--num-iter", type=positive, default=64, help="decode steps of rows of one's own")
+    parser.add_argument("--num-images", type=positive, default=2000, help="images of headline rows")
+    parser.add_argument("--num-paired", type=positive, default=500, help="images of the other rows")
+    parser.add_argument("--batch-size", type=positive, default=20)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=3, help="timed batches of every row")
+    parser.add_argument("--repeats", type=positive, default=3, help="timed batches of every row")
     parser.add_argument("--work", type=Path, default=Path("runs/fidelity"), help="where images are kept")
     parser.add_argument("--out", type=Path, default=Path("runs/fidelity"), help="where the report goes")
     parser.add_argument("--only", choices=("images", "speed", "report"))
@@ -112,22 +122,28 @@ def main() -> None:
     elif options.quick:
         rows, options.num_images, options.num_paired, options.repeats = QUICK, 40, 40, 1
         options.work, options.out = options.work / "quick", options.out / "quick"
-    params = marjax.load(options.model)
+    try:
+        params = marjax.load(options.model)
+        work = {row.slug: flops(params, row.accel, row.num_iter, None, params.config.cfg) for row in rows}
+        open_test_images(options.data)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     settings = {name: getattr(options, name) for name in ("model", "batch_size", "dtype")}
     settings |= {"cfg": params.config.cfg, "temperature": params.config.temperature, "seed": 0}
     settings |= {"num_sampling_steps": params.config.num_sampling_steps}
-    work = Work(options.work, settings)
+    settings |= {"weights": short_hash(*(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)))}
+    try:
+        files = Work(options.work, settings)
+    except ValueError as error:
+        parser.error(str(error))
     if options.only in (None, "images"):
-        generate(params, rows, work, options)
+        generate(params, rows, files, options)
     if options.only in (None, "speed"):
-        measure_speed(params, rows, work, options)
+        measure_speed(params, rows, files, options)
     if options.only in (None, "report"):
-        described = [
-            {**dataclasses.asdict(row), "flops": flops(params, row.accel, row.num_iter, None, params.config.cfg)}
-            for row in rows
-        ]
-        arrays = [work.load(row) for row in rows]
-        write_report(options.out, described, arrays, work.speed(), options, {**settings, **machine()})
+        described = [{**dataclasses.asdict(row), "flops": work[row.slug]} for row in rows]
+        speed = [files.speed(rows).get(row.slug) for row in rows]
+        write_report(options, described, [files.load(row) for row in rows], speed, {**settings, **machine()})
 
 
 class Work:
@@ -159,14 +175,17 @@ class Work:
         with atomic_write(self.path / f"{row.slug}.npz") as temporary:
             np.savez(temporary, **arrays)
 
-    def speed(self) -> dict[str, Any]:
-        """What `measure_speed` wrote last."""
-        file = self.path / "speed.json"
+    def speed(self, rows: tuple[Row, ...]) -> dict[str, list[float]]:
+        """Times of the last run that timed exactly these rows, by slug; of rounds that were complete."""
+        file = self._speed_file(rows)
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def save_speed(self, record: dict[str, Any]) -> None:
+    def save_speed(self, rows: tuple[Row, ...], timings: dict[str, Timing]) -> None:
         """Keeps the times."""
-        write_text(self.path / "speed.json", json.dumps(record))
+        write_text(self._speed_file(rows), json.dumps({slug: timing.seconds for slug, timing in timings.items()}))
+
+    def _speed_file(self, rows: tuple[Row, ...]) -> Path:
+        return self.path / f"speed-{short_hash(*(row.slug.encode() for row in rows))}.json"
 
 
 def sampled(params: MARParams, row: Row, indices: np.ndarray, seed: int, options: argparse.Namespace):
@@ -192,9 +211,8 @@ def generate(params: MARParams, rows: tuple[Row, ...], work: Work, options: argp
         chunks = range(done, wanted, options.batch_size)
         for number, start in enumerate(tqdm(chunks, desc=row.name, disable=None)):
             latents = sampled(params, row, np.arange(start, start + options.batch_size), 0, options)
-            new = {"images": np.asarray(np.round(to_images(params, latents, options.dtype) * 255), np.uint8)}
-            if start < options.num_paired:
-                new["latents"] = np.asarray(latents)
+            images = np.asarray(np.round(to_images(params, latents, options.dtype) * 255), np.uint8)
+            new = {"images": images, "latents": np.asarray(latents)}
             arrays = {**arrays, **{name: np.concatenate([arrays.get(name, x[:0]), x]) for name, x in new.items()}}
             if number % 5 == 4 or start + options.batch_size >= wanted:
                 work.save(row, arrays)
@@ -204,8 +222,7 @@ def measure_speed(params: MARParams, rows: tuple[Row, ...], work: Work, options:
     """Times a batch of every row."""
     indices = np.arange(options.batch_size)
     variants = {row.slug: lambda seed, row=row: sampled(params, row, indices, seed, options) for row in rows}
-    timings: dict[str, Timing] = interleaved(variants, options.repeats)
-    work.save_speed({"machine": machine(), "rows": {slug: dataclasses.asdict(each) for slug, each in timings.items()}})
+    interleaved(variants, options.repeats, after_round=lambda timings: work.save_speed(rows, timings))
 
 
 if __name__ == "__main__":

@@ -19,31 +19,37 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 
 
+def open_test_images(data: str):
+    """The test split that distances are measured to.
+
+    Raises:
+        ValueError, OSError: if there is none.
+    """
+    size, _, channels = metrics.IMAGE_SHAPE
+    return open_source(data, split="test", img_size=size, channels=channels)
+
+
 def write_report(
-    out: Path,
+    options: argparse.Namespace,
     rows: list[dict[str, Any]],
     arrays: list[dict[str, np.ndarray]],
-    speed: dict[str, Any],
-    options: argparse.Namespace,
+    seconds: list[list[float] | None],
     settings: dict[str, Any],
 ) -> None:
     """Measures and writes.
 
     Args:
-        out: a directory.
+        options: the command line; `out` is the directory.
         rows: name, accel, num_iter, headline and flops of each row; the first is what the others are compared with.
         arrays: their `images` and `latents`.
-        speed: what `fidelity.measure_speed` wrote, or nothing.
-        options: the command line.
+        seconds: times of each row, if there are any.
         settings: what goes into the record.
     """
-    size, _, channels = metrics.IMAGE_SHAPE
-    extractor = metrics.load_feature_extractor("fashion_mnist")
-    source = open_source(options.data, split="test", img_size=size, channels=channels)
+    out, extractor = options.out, metrics.load_feature_extractor("fashion_mnist")
+    source = open_test_images(options.data)
     real = extractor.features(source.get(np.arange(len(source)))[0])
-    base = arrays[0]
-    results = []
-    for row, own, slug in zip(rows, arrays, speed_slugs(rows), strict=True):
+    base, results = arrays[0], []
+    for row, own, times in zip(rows, arrays, seconds, strict=True):
         if len(own.get("images", ())) < options.num_paired:
             print(f"left out, images are missing: {row['name']}")
             continue
@@ -51,28 +57,20 @@ def write_report(
         if own["images"].shape[0] >= options.num_images > options.num_paired:
             every = scores(own["images"], None, None, real, extractor, options.num_images)
             result |= {f"{name}_all": value for name, value in every.items()}
-        if timing := speed.get("rows", {}).get(slug):
-            first = speed["rows"][speed_slugs(rows)[0]]["seconds"]
-            result["seconds_per_image"] = statistics.median(timing["seconds"]) / options.batch_size
-            result["ratios"] = [own / other for own, other in zip(timing["seconds"], first, strict=True)]
-            result["compile_seconds"] = timing["compile_seconds"]
+        if times:
+            result["seconds_per_image"] = statistics.median(times) / options.batch_size
+            result["ratios"] = [each / first for each, first in zip(times, seconds[0], strict=True)]
         results.append(result)
+    if not results:
+        raise ValueError(f"{options.work} has {options.num_paired} images of no row yet; generate them first.")
     text = markdown(results, options, settings)
     print(text)
     out.mkdir(parents=True, exist_ok=True)
     document = {**settings, "num_images": options.num_images, "num_paired": options.num_paired, "rows": results}
     write_text(out / "fidelity.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     write_text(out / "fidelity.md", text)
-    if all("ratios" in result for result in results):
+    if any("ratios" in result for result in results):
         picture(out / "fidelity.png", results)
-
-
-def speed_slugs(rows: list[dict[str, Any]]) -> list[str]:
-    """Names of the rows in the record of times."""
-    from fidelity import Row
-
-    fields = ("name", "accel", "num_iter", "headline")
-    return [Row(**{field: row[field] for field in fields}).slug for row in rows]
 
 
 def scores(images, latents, exact, real: np.ndarray, extractor: metrics.FeatureExtractor, count: int) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def table(results: list[dict[str, Any]], suffix: str) -> list[str]:
             f"| {result['name']} | `{result['accel']}` | {result['num_iter']} "
             f"| {result['frechet_distance' + suffix]:.2f} | {100 * result['class_accuracy' + suffix]:.1f} % "
             f"| {result['latent_error']:.3f} | {result['flops'] / 1e9:.0f} "
-            f"| {result['seconds_per_image'] if timed else 0:.3f} | {spread(result['ratios']) if timed else ''} |"
+            + (f"| {result['seconds_per_image']:.3f} | {spread(result['ratios'])} |" if timed else "| | |")
         )
     return lines
 
@@ -125,7 +123,7 @@ def table(results: list[dict[str, Any]], suffix: str) -> list[str]:
 def picture(path: Path, results: list[dict[str, Any]]) -> None:
     """Fréchet distance against time, one point per row."""
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for result in results:
+    for result in (result for result in results if "ratios" in result):
         x, y = statistics.median(result["ratios"]), result["frechet_distance"]
         family = result["name"].partition(":")[0].partition(",")[0].partition(" +")[0]
         color = {"exact": "black", "LazyMAR": "tab:orange", "MARché": "tab:blue"}.get(family, "tab:green")

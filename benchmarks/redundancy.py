@@ -29,6 +29,7 @@ import marjax
 from marjax import codec, mar
 from marjax.accel.blocks import KeysValues, run
 from marjax.accel.lazymar import cosine
+from marjax.cli_options import positive
 from marjax.schedule import step_counts
 from marjax.types import Array, MARParams, cast_matrices
 
@@ -150,8 +151,8 @@ def main() -> None:
     """Runs the analysis."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="fashion_mnist")
-    parser.add_argument("--num-images", type=int, default=50)
-    parser.add_argument("--num-iter", type=int, default=64)
+    parser.add_argument("--num-images", type=positive, default=50)
+    parser.add_argument("--num-iter", type=positive, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/redundancy"))
     parser.add_argument("--quick", action="store_true")
@@ -159,7 +160,12 @@ def main() -> None:
     if options.quick:
         options.num_images, options.num_iter = 10, 16
 
-    params = load_model(options.model)
+    if options.num_iter < 2:
+        parser.error(f"--num-iter {options.num_iter}: there is no step before the first; give at least 2.")
+    try:
+        params = load_model(options.model)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     measured = similarities(params, options.num_images, options.num_iter, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     draw(measured, options.out)

@@ -3,7 +3,7 @@
     runs = interleaved({"none": lambda seed: ..., "marche": lambda seed: ...}, repeats=3)
     runs["marche"].seconds, ratios(runs, "none")["marche"]
 
-A run must return arrays, which are waited for. Every function runs once before anything is timed.
+A run must return arrays, which are waited for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Timing:
     """Times of one variant.
 
     Attributes:
-        compile_seconds: tracing, lowering and compiling in its first run.
+        compile_seconds: tracing, lowering and compiling in its first run; 0 for a program that the process had already.
         seconds: wall-clock time of each timed run.
     """
 
@@ -44,13 +44,20 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def interleaved(variants: dict[str, Callable[[int], Any]], repeats: int, *, warm_up: bool = True) -> dict[str, Timing]:
+def interleaved(
+    variants: dict[str, Callable[[int], Any]],
+    repeats: int,
+    *,
+    warm_up: bool = True,
+    after_round: Callable[[dict[str, Timing]], None] | None = None,
+) -> dict[str, Timing]:
     """Runs every variant in turn, `repeats` times over, so that drifts of the machine hit all alike.
 
     Args:
         variants: name -> function of a seed that returns arrays.
         repeats: timed runs of each.
         warm_up: run each once before. False leaves only compilation out of the first timed run, for long runs.
+        after_round: called with the times so far whenever every variant has run as often as the others.
 
     Returns:
         Name -> its times; run i of every variant had seed i + 1.
@@ -74,6 +81,8 @@ def interleaved(variants: dict[str, Callable[[int], Any]], repeats: int, *, warm
                     raise RuntimeError(f"{name}: run {seed} spent {watch.compile_seconds:.2f} s on compilation.")
                 if seed > 0:
                     timings[name].seconds.append(watch.work_seconds if seed == rounds[0] else watch.seconds)
+            if after_round is not None and seed > 0:
+                after_round(timings)
     return timings
 
 

@@ -228,7 +228,7 @@ def sampling_settings(args: argparse.Namespace, config: MARConfig, *, conditiona
     Raises:
         ValueError: if the acceleration is unknown, or does not fit the model.
     """
-    accel.resolve(args.accel).tokens.check(config)
+    accel.resolve(args.accel).check(config)
     settings = {"accel": args.accel, "num_iter": args.num_iter, "dtype": args.dtype or default_dtype()}
     if args.num_iter is None:
         settings["num_iter"] = default_num_iter(config)

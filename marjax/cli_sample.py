@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from marjax import checkpoint, image_array, images
+from marjax.accel import NAMES, resolve
 from marjax.arguments import DEFAULT_BATCH_SIZE, label_list
 from marjax.cli_options import (
     add_model,
@@ -233,7 +234,8 @@ def _identity(request: Request, header: Header) -> dict[str, Any]:
     """Everything that determines the images, as JSON values."""
     labels = None if request.labels is None else request.labels.tolist()
     facts = {"model": _fingerprint(header), "seed": request.seed, "count": request.count, "labels": labels}
-    return {**facts, **request.settings}
+    accel = resolve(request.settings["accel"])  # whatever words it was given in
+    return {**facts, **request.settings, "accel": "none" if accel == NAMES["none"] else repr(accel)}
 
 
 def _fingerprint(header: Header) -> str:

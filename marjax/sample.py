@@ -124,7 +124,9 @@ def sample_latents(
         params: the model.
         rng: a JAX PRNG key.
         labels: [B] class indices in [0, class_num), or None for unconditional images.
-        accel: name of an acceleration, or an `Accel`.
+        accel: caches that save work between decode steps, and change the result: "none", "lazymar", "marche", a name
+            with options ("marche:budget=32,condition=on"; `marjax/accel/options.py` says which), or an `Accel`. Those
+            for tokens or guidance cannot be differentiated in reverse mode.
         num_iter: decode steps, in [1, S]. None: 64, or S if that is less.
         cfg: guidance scale, finite and >= 0; 1.0 is no guidance and half the work. None: the model's default (1.0
             without labels).
@@ -165,6 +167,8 @@ def sample_latents(
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
+    if not isinstance(return_trace, bool):
+        raise TypeError(f"return_trace={return_trace!r} must be True or False.")
     num_iter, accel = arguments.check_num_iter(config, num_iter), resolve(accel)
     devices = _devices(params.mar, (rng, images, cfg, temperature))
     dtype = _compute_dtype(dtype, devices)

@@ -60,8 +60,32 @@ def test_fidelity(run, tmp_path, idx_data):
     assert len(images) == 2
     run("fidelity", *options, "--only", "images")  # nothing is missing
     assert images == {file: file.stat().st_mtime_ns for file in images}
-    with pytest.raises(ValueError, match="holds images of"):
-        run("fidelity", *options, "--dtype", "float32")
+    run("fidelity", *options, "--num-paired", 12)  # the first 8 are kept
+    more = json.loads((out / "fidelity.json").read_text())["rows"]
+    assert [row["count"] for row in more] == [12, 12] and more[0]["latent_error"] == 0
+    assert 0.3 < more[1]["latent_error"] / cached["latent_error"] < 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fidelity", ("--data", "nowhere"), "nowhere"),
+        ("fidelity", ("--data", "DATA", "--accel", "none", "marche:bugdet=20"), "unknown option 'bugdet'"),
+        ("fidelity", ("--data", "DATA", "--repeats", "0"), "must be a positive integer"),
+        ("fidelity", ("--data", "DATA", "--work", "WORK", "--dtype", "float32"), "holds images of"),
+        ("bench_sample", ("--accel", "none", "marchee"), "Unknown accel 'marchee'"),
+        ("bench_sample", ("--model", "mar_bas"), "mar_bas"),
+        ("redundancy", ("--num-iter", "1"), "give at least 2"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(name, options, message, run, idx_data, tmp_path, capsys):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "settings.json").write_text("{}")
+    known = {"DATA": str(idx_data), "WORK": str(work)}
+    with pytest.raises(SystemExit, match="2"):
+        run(name, *(known.get(option, option) for option in options))
+    assert message in capsys.readouterr().err
 
 
 def test_redundancy(run, tmp_path):

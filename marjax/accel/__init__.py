@@ -39,9 +39,11 @@ def resolve(accel: str | Accel) -> Accel:
         return accel
     if not isinstance(accel, str):
         raise TypeError(f"accel={accel!r} must be a name or a marjax.Accel, not {type(accel).__name__}.")
-    name, _, options = accel.partition(":")
+    name, colon, options = accel.partition(":")
     if name not in NAMES:
         raise ValueError(f"Unknown accel {name!r}; expected one of {', '.join(NAMES)}.")
+    if not colon:
+        return NAMES[name]
     try:
         return with_options(NAMES[name], options)
     except ValueError as error:

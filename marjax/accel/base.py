@@ -17,6 +17,8 @@ import numpy as np
 from flax import struct
 
 from marjax import mar
+from marjax.accel import fields
+from marjax.accel.cost import decoder_cost, encoder_cost
 from marjax.accel.head import ExactHead, HeadPolicy
 from marjax.config import MARConfig
 from marjax.schedule import Rows, Segment
@@ -86,12 +88,8 @@ class Refresh:
     period: int | None = None
 
     def __post_init__(self):
-        if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup!r} must be a non-negative integer.")
-        if self.period is not None and (
-            not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1
-        ):
-            raise ValueError(f"period={self.period!r} must be a positive integer or None.")
+        fields.integer(self, "warmup", at_least=0)
+        fields.integer(self, "period", at_least=1, optional=True)
 
     def steps(self, num_iter: int) -> np.ndarray:
         """[num_iter] bool."""
@@ -100,12 +98,15 @@ class Refresh:
         return (step < max(self.warmup, 1)) | (later & (step >= self.warmup))
 
 
+PUBLISHED_REFRESH = Refresh(warmup=5, period=9)  # of LazyMAR
+
+
 @runtime_checkable
 class TokenPolicy(Protocol):
     """How encoder and decoder are computed at each step.
 
     Attributes:
-        refresh: which steps compute everything; None: all.
+        refresh: which steps compute everything; None, for a policy without caches: all.
     """
 
     refresh: Refresh | None
@@ -115,6 +116,9 @@ class TokenPolicy(Protocol):
 
     def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
         """[steps] positions that each step recomputes in its deep layers, if it is a cached one."""
+
+    def cached_cost(self, config: MARConfig, known, previous, active):
+        """Multiply-adds of encoder and decoder in a cached step of one row, elementwise over rooms (see `Segment`)."""
 
     def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> PyTree:
         """The cache before the first step.
@@ -153,6 +157,11 @@ class ExactTokens:
         del num_previous
         return np.full(len(num_predicted), config.buffer_size + config.seq_len)
 
+    def cached_cost(self, config: MARConfig, known, previous, active):
+        """That of any step."""
+        del previous, active
+        return encoder_cost(config, known) + decoder_cost(config)
+
     def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> None:
         """No cache."""
         del config, rows, room, dtype
@@ -173,14 +182,17 @@ class ConditionCache:
     """The condition cache of LazyMAR: at cached steps only the conditional half of a guided batch runs.
 
     The unconditional output is the conditional one plus their difference at the last refresh. Without guidance there is
-    no such half, and the policy does nothing. With a token cache both refresh together. Memory: S E float32 numbers for
-    each image.
+    no such half, and the policy does nothing. Memory: S E float32 numbers for each image.
 
     Attributes:
-        refresh: which steps run both halves.
+        refresh: which steps run both halves. None: those at which the token cache refreshes, and without a token cache
+            the published ones, the first 5 and then every ninth. With a token cache no others are possible.
     """
 
-    refresh: Refresh = Refresh(warmup=5, period=9)
+    refresh: Refresh | None = None
+
+    def __post_init__(self):
+        fields.instance(self, "refresh", Refresh, optional=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,15 +210,24 @@ class Accel:
     head: HeadPolicy = ExactHead()
 
     def __post_init__(self):
-        parts = {"tokens": TokenPolicy, "condition": ConditionCache | None, "head": HeadPolicy}
-        for name, kind in parts.items():
-            part = getattr(self, name)
-            if isinstance(part, type) or not isinstance(part, kind):
-                expected = getattr(kind, "__name__", kind)
-                raise TypeError(f"{name}={part!r} must be an instance of a {expected}, such as those of marjax.")
+        fields.instance(self, "tokens", TokenPolicy)
+        fields.instance(self, "condition", ConditionCache, optional=True)
+        fields.instance(self, "head", HeadPolicy)
+        both = self.tokens.refresh, self.condition and self.condition.refresh
+        if None not in both and both[0] != both[1]:
+            raise ValueError(
+                f"Token and condition cache refresh together, but have refresh={both[0]!r} and {both[1]!r}; leave the "
+                "condition cache's out."
+            )
+
+    def check(self, config: MARConfig) -> None:
+        """Raises a ValueError for a model that a part does not fit."""
+        self.tokens.check(config)
+        self.head.check(config.diffloss_d)
 
     def refresh_steps(self, num_iter: int, *, guided: bool) -> np.ndarray:
         """[num_iter] bool: the steps that compute everything."""
-        parts = [self.tokens.refresh, self.condition.refresh if guided and self.condition else None]
-        steps = [part.steps(num_iter) for part in parts if part is not None]
-        return np.any(steps, axis=0) if steps else np.ones(num_iter, bool)
+        refresh = self.tokens.refresh
+        if refresh is None and self.condition is not None and guided:
+            refresh = self.condition.refresh or PUBLISHED_REFRESH
+        return np.ones(num_iter, bool) if refresh is None else refresh.steps(num_iter)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from marjax.accel.base import StepInput
 from marjax.kernels.two_path_attention import two_path_attention
 from marjax.layers import Block, attention
 from marjax.types import Array, PyTree
@@ -23,7 +24,7 @@ def write(cache: Array, new: Array, start: tuple[int | Array, ...]) -> Array:
     Raises:
         ValueError: if `new` has another dtype, or does not fit.
     """
-    start = (*start, *(0,) * (cache.ndim - len(start)))
+    start = tuple(jnp.asarray(index, jnp.int32) for index in (*start, *(0,) * (cache.ndim - len(start))))
     if new.dtype != cache.dtype or new.ndim != cache.ndim or not np.all(np.less_equal(new.shape, cache.shape)):
         raise ValueError(f"{new.dtype}{new.shape} does not fit into a cache of {cache.dtype}{cache.shape}.")
     return lax.dynamic_update_slice(cache, new, start)
@@ -62,7 +63,14 @@ class KeysValues:
         return k, v
 
     def write(self, number: Array, k: Array, v: Array, start: int | Array = 0) -> KeysValues:
-        """With [>= R, M', H, Dh] of a layer, whose first R rows are kept, at positions from `start` on."""
+        """The cache with keys and values [R', M', H, Dh] of a layer put in at positions from `start` on.
+
+        Args:
+            number: the layer.
+            k: of R' >= R rows; only the first R are kept.
+            v: the same.
+            start: first position.
+        """
         rows = self.k.shape[1]
         k, v = (write(old, _bits(new[None, :rows]), (number, 0, start)) for old, new in ((self.k, k), (self.v, v)))
         return KeysValues(k=k, v=v)
@@ -105,11 +113,11 @@ def run(
 
 @struct.dataclass
 class Active:
-    """A choice among N positions. In `index`, entries that are not valid are positions too, and mean nothing.
+    """A choice among N positions: at most A, since each step has its own count and the arrays one size.
 
     Attributes:
-        index: [R, A] positions.
-        valid: [R, A], True for the positions that are chosen.
+        index: [R, A] positions, all different.
+        valid: [R, A], True for those that are chosen, False for what fills up the array.
         chosen: [R, N], True for the positions that are chosen.
         place: [R, N] where in `index` they are.
     """
@@ -135,8 +143,38 @@ class Active:
         return jnp.where(self.chosen[trailing], jnp.take_along_axis(rows, self.place[trailing], axis=1), x)
 
 
-def attend_active(layer: Block, x: Array, active: Active, cache: KeysValues, number: Array) -> tuple[Array, KeysValues]:
+def choose(score: Array, step: StepInput, *, generating: bool = True, caching: bool = True) -> Active:
+    """The step's `num_active` positions of the highest score, tokens predicted now and in the step before first.
+
+    Args:
+        score: [R, N] float32.
+        step: the decode step.
+        generating: put the tokens predicted now first.
+        caching: put those predicted in the step before first.
+    """
+    config, rows = step.config, step.rows
+    token = jnp.arange(score.shape[1]) - config.buffer_size
+    first = rows.num_known - (rows.num_previous if caching else 0)
+    last = rows.num_known + (rows.num_predicted if generating else 0)
+    forced = (token >= first) & (token < last) & (token >= 0)
+    score = jnp.where(forced, jnp.inf, score)
+    _, index = lax.top_k(score, step.segment.active)
+    valid = jnp.broadcast_to(jnp.arange(step.segment.active) < rows.num_active, index.shape)
+    return Active.of(index, valid, score.shape[1])
+
+
+def attend_active(
+    layer: Block, x: Array, active: Active, cache: KeysValues, number: Array, *, two_path: bool
+) -> tuple[Array, KeysValues]:
     """Attention of active rows x [R, A, E] to one another and to what else is cached, added to x.
+
+    Args:
+        layer: the layer.
+        x: its input.
+        active: which positions the rows are.
+        cache: of some layers.
+        number: which of them this is.
+        two_path: attend to fresh and to cached keys apart, instead of to the renewed cache; the result is the same.
 
     Returns:
         [R, A, E], and the cache with the active positions' fresh keys and values.
@@ -146,12 +184,15 @@ def attend_active(layer: Block, x: Array, active: Active, cache: KeysValues, num
     old = cache.layer(number)
     cache = cache.write(number, *(_floats(active.put(_bits(a), _bits(b))) for a, b in zip(old, (k, v), strict=True)))
     lent = cache.layer(number)
-    attended = two_path_attention(q, k, v, *lent, fresh_mask=active.valid, cached_mask=~active.chosen)
+    if two_path:
+        attended = two_path_attention(q, k, v, *lent, fresh_mask=active.valid, cached_mask=~active.chosen)
+    else:
+        attended = attention(q, *lent)
     return layer.add_attention(x, attended), cache
 
 
 def run_active(
-    stack: PyTree, x: Array, active: Active, cache: KeysValues, *, num_heads: int, start: int
+    stack: PyTree, x: Array, active: Active, cache: KeysValues, *, num_heads: int, start: int, two_path: bool
 ) -> tuple[Array, KeysValues]:
     """Layers over the active rows only; everything else lends its cached keys and values.
 
@@ -162,6 +203,7 @@ def run_active(
         cache: of layers [start, L), over all positions.
         num_heads: attention heads.
         start: first layer.
+        two_path: as in `attend_active`.
 
     Returns:
         [R, A, E], and the cache with the active positions' fresh keys and values.
@@ -170,7 +212,7 @@ def run_active(
     def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
         x, cache = carry
         layer = block(stack, num_heads, start + number)
-        x, cache = attend_active(layer, x, active, cache, number)
+        x, cache = attend_active(layer, x, active, cache, number, two_path=two_path)
         return (layer.add_mlp(x), cache), None
 
     return lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]

@@ -38,7 +38,7 @@ def init(config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> EncoderCa
     heads, dim = config.encoder_num_heads, config.encoder_embed_dim
     return EncoderCache(
         layers=KeysValues.empty(config.encoder_depth, rows, positions, heads, dim, dtype),
-        output=jnp.zeros((rows, positions, config.decoder_embed_dim)),
+        output=jnp.zeros((rows, positions, config.decoder_embed_dim), jnp.float32),
     )
 
 

@@ -15,6 +15,7 @@ from flax import struct
 from jax import lax
 
 from marjax import diffusion_head
+from marjax.accel import fields
 from marjax.layers import dense
 from marjax.types import Array, PyTree
 
@@ -49,6 +50,9 @@ class HeadInput:
 class HeadPolicy(Protocol):
     """How the head is computed at each diffusion step."""
 
+    def check(self, depth: int) -> None:
+        """Raises a ValueError for a head, of so many blocks, that the policy does not fit."""
+
     def init(self, params: PyTree, num_tokens: int, *, guided: bool) -> PyTree:
         """The cache before the first diffusion step, for `num_tokens` rows."""
 
@@ -67,6 +71,10 @@ MODULATION, MLP, OUTPUT = 3, 2, 2
 @dataclasses.dataclass(frozen=True)
 class ExactHead:
     """The whole head at every diffusion step."""
+
+    def check(self, depth: int) -> None:
+        """Fits every head."""
+        del depth
 
     def init(self, params: PyTree, num_tokens: int, *, guided: bool) -> None:
         """No cache."""
@@ -109,8 +117,8 @@ class HeadCache:
             1, which is exact. None: the published 7, but 1 for heads of fewer than six blocks, the published fewest:
             for the shipped model's three it ruins images (docs/results/README.md).
         warmup: at steps above this share of T, the MLPs of blocks that are not skipped are recomputed; in [0, 1].
-        skipped: blocks that are skipped, counted from 0; numbers beyond the head's depth mean nothing. None: the
-            published 1 to 4, but never the last block of a shallower head.
+        skipped: blocks that are skipped, counted from 0. None: the published 1 to 4, but not the last block of a
+            shallower head.
     """
 
     period: int | None = None
@@ -118,14 +126,23 @@ class HeadCache:
     skipped: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.period is not None and (
-            not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1
-        ):
-            raise ValueError(f"period={self.period!r} must be None or an integer of at least 1.")
-        if not 0.0 <= self.warmup <= 1.0:
-            raise ValueError(f"warmup={self.warmup!r} must lie in [0, 1].")
-        if self.skipped is not None and not all(isinstance(block, int) and block >= 0 for block in self.skipped):
-            raise ValueError(f"skipped={self.skipped!r} must be None or block numbers, counted from 0.")
+        fields.integer(self, "period", at_least=1, optional=True)
+        fields.share(self, "warmup")
+        fields.integers(self, "skipped")
+
+    def check(self, depth: int) -> None:
+        """Refuses a head without the blocks to be skipped, and one that options without a period would leave exact.
+
+        Raises:
+            ValueError: as said.
+        """
+        if self.skipped is not None and max(self.skipped, default=0) >= depth:
+            raise ValueError(f"skipped={self.skipped!r} names a block that the head, which has {depth}, lacks.")
+        if self.period is None and self._every(depth) == 1 and self != HeadCache():
+            raise ValueError(
+                f"{self}: heads of fewer than {PUBLISHED_DEPTH} blocks are left exact unless a period is given, and "
+                f"this one has {depth}."
+            )
 
     def _skips(self, depth: int) -> list[bool]:
         """For each block, whether it is skipped."""
@@ -139,11 +156,12 @@ class HeadCache:
     def init(self, params: PyTree, num_tokens: int, *, guided: bool) -> _Cache:
         """Zeros, which the first step, a full one, replaces."""
         width, out = params["input_proj"]["bias"].shape[0], params["final_layer"]["linear"]["bias"].shape[0]
-        hidden, skips = jnp.zeros((num_tokens, width)), self._skips(len(params["res_blocks"]))
+        hidden = jnp.zeros((num_tokens, width), jnp.float32)
+        skips = self._skips(len(params["res_blocks"]))
         return _Cache(
             mlp=tuple(None if skip else hidden for skip in skips),
             delta=tuple(hidden if skip else None for skip in skips),
-            guidance=jnp.zeros((num_tokens, out // 2)) if guided else None,
+            guidance=jnp.zeros((num_tokens, out // 2), jnp.float32) if guided else None,
         )
 
     def cost(self, depth: int, width: int, num_steps: int, *, guided: bool) -> float:

@@ -19,12 +19,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from marjax import mar
-from marjax.accel import blocks, encoder
+from marjax.accel import blocks, encoder, fields
 from marjax.accel.base import Refresh, StepInput
-from marjax.accel.blocks import Active, KeysValues
+from marjax.accel.blocks import KeysValues, choose
 from marjax.accel.cost import layer_cost
 from marjax.accel.encoder import EncoderCache
 from marjax.config import MARConfig
@@ -73,13 +72,10 @@ class LazyTokens:
     slack: int = 15
 
     def __post_init__(self):
-        starts, shares = zip(*self.shares, strict=True) if self.shares else ((), ())
-        if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)):
-            raise ValueError(f"shares={self.shares!r} must begin at step 0 and ascend.")
-        if not all(0.0 <= share <= 1.0 for share in shares):
-            raise ValueError(f"shares={self.shares!r}: every share must lie in [0, 1].")
-        if not isinstance(self.slack, int) or self.slack < 0:
-            raise ValueError(f"slack={self.slack!r} must be a non-negative integer.")
+        fields.instance(self, "refresh", Refresh)
+        fields.integer(self, "prune_layer", at_least=0)
+        fields.steps(self, "shares", last=PUBLISHED_STEPS - 1)
+        fields.integer(self, "slack", at_least=0)
 
     def check(self, config: MARConfig) -> None:
         """Refuses a model that is too shallow.
@@ -87,16 +83,17 @@ class LazyTokens:
         Raises:
             ValueError: if no layer follows the prune layer.
         """
-        if not 0 <= self.prune_layer < config.decoder_depth - 1:
+        if self.prune_layer >= config.decoder_depth - 1:
             raise ValueError(
-                f"prune_layer={self.prune_layer} must be at least 0 and leave a layer behind it, but the decoder has "
+                f"prune_layer={self.prune_layer} must leave a layer behind it, but the decoder has "
                 f"{config.decoder_depth} layers."
             )
 
     def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
         """[steps] tokens kept at each step, if it is a cached one."""
-        total, steps = config.buffer_size + config.seq_len, len(num_predicted)
-        published = np.arange(steps) * PUBLISHED_STEPS // steps
+        total, steps = config.buffer_size + config.seq_len, np.arange(len(num_predicted))
+        # Steps of inpainting that predict nothing do not count.
+        published = np.minimum(steps * PUBLISHED_STEPS // np.count_nonzero(num_predicted), PUBLISHED_STEPS - 1)
         starts, shares = zip(*self.shares, strict=True)
         share = np.array(shares)[np.searchsorted(starts, published, side="right") - 1]
         return np.minimum(total, np.maximum(num_predicted + num_previous + self.slack, (total * share).astype(int)))
@@ -144,8 +141,10 @@ class LazyTokens:
         x = layer.add_attention(x, attention(q, k, v))
         active = choose(-cosine(v, cache.values), step)
         x = layer.add_mlp(active.gather(x))
-        x, deep = blocks.run_active(stack, x, active, cache.deep, num_heads=config.decoder_num_heads, start=prune + 1)
-        everywhere = jnp.zeros((x.shape[0], config.buffer_size + config.seq_len, x.shape[2]))
+        x, deep = blocks.run_active(
+            stack, x, active, cache.deep, num_heads=config.decoder_num_heads, start=prune + 1, two_path=False
+        )
+        everywhere = jnp.zeros((x.shape[0], config.buffer_size + config.seq_len, x.shape[2]), jnp.float32)
         out = active.put(everywhere, x)[:, config.buffer_size :]
         return LazyCache(encoder=enc, deep=deep, values=v), step.predicted(out), active.chosen
 
@@ -155,23 +154,3 @@ def cosine(a: Array, b: Array) -> Array:
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     return jnp.mean(jnp.sum(a * b, axis=-1) / jnp.maximum(norms, 1e-8), axis=-1)
-
-
-def choose(score: Array, step: StepInput, *, generating: bool = True, caching: bool = True) -> Active:
-    """The step's `num_active` positions of the highest score, tokens predicted now and in the step before first.
-
-    Args:
-        score: [R, N] float32.
-        step: the decode step.
-        generating: put the tokens predicted now first.
-        caching: put those predicted in the step before first.
-    """
-    config, rows = step.config, step.rows
-    token = jnp.arange(score.shape[1]) - config.buffer_size
-    first = rows.num_known - (rows.num_previous if caching else 0)
-    last = rows.num_known + (rows.num_predicted if generating else 0)
-    forced = (token >= first) & (token < last) & (token >= 0)
-    score = jnp.where(forced, jnp.inf, score)
-    _, index = lax.top_k(score, step.segment.active)
-    valid = jnp.broadcast_to(jnp.arange(step.segment.active) < rows.num_active, index.shape)
-    return Active.of(index, valid, score.shape[1])

@@ -10,6 +10,8 @@ enter the cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +19,23 @@ import numpy as np
 from flax import struct
 
 from marjax import mar
-from marjax.accel import blocks, encoder
+from marjax.accel import blocks, encoder, fields
 from marjax.accel.base import Refresh, StepInput
-from marjax.accel.blocks import Active, KeysValues
+from marjax.accel.blocks import Active, KeysValues, choose
 from marjax.accel.cost import layer_cost
 from marjax.accel.encoder import EncoderCache
-from marjax.accel.lazymar import choose
 from marjax.config import MARConfig
 from marjax.layers import attention
 from marjax.products import matmul, transposed
 from marjax.types import Array
 
 PUBLISHED_BUDGET, PUBLISHED_POSITIONS = 64, 320
-SELECT = ("attention", "least_attention", "random")
-ENCODERS = ("incremental", "full")
-ENCODER_BUFFERS = ("cached", "recomputed")
-BUFFERS = ("scored", "always", "never")
+CHOICES = {
+    "select": ("attention", "least_attention", "random"),
+    "encoder": ("incremental", "full"),
+    "encoder_buffers": ("cached", "recomputed"),
+    "buffers": ("scored", "always", "never"),
+}
 
 
 @struct.dataclass
@@ -83,18 +86,15 @@ class ActiveTokens:
     skip_mlp: bool = True
 
     def __post_init__(self):
-        for name, choices in (
-            ("select", SELECT),
-            ("encoder", ENCODERS),
-            ("encoder_buffers", ENCODER_BUFFERS),
-            ("buffers", BUFFERS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        fields.instance(self, "refresh", Refresh)
+        fields.integer(self, "budget", at_least=1, optional=True)
+        fields.integer(self, "decision_layer", at_least=1)
+        for name in ("include_generating", "include_caching", "skip_mlp"):
+            fields.switch(self, name)
+        for name, choices in CHOICES.items():
+            fields.choice(self, name, choices)
         if self.encoder == "full" and self.encoder_buffers == "recomputed":
             raise ValueError("encoder_buffers='recomputed' has no meaning with encoder='full', which recomputes all.")
-        if self.budget is not None and (not isinstance(self.budget, int) or self.budget < 1):
-            raise ValueError(f"budget={self.budget!r} must be a positive integer or None.")
 
     def check(self, config: MARConfig) -> None:
         """Refuses a model that is too shallow.
@@ -102,10 +102,10 @@ class ActiveTokens:
         Raises:
             ValueError: if no layer follows the decision layer.
         """
-        if not 1 <= self.decision_layer < config.decoder_depth:
+        if self.decision_layer >= config.decoder_depth:
             raise ValueError(
-                f"decision_layer={self.decision_layer} must be at least 1 and leave a layer behind it, but the decoder "
-                f"has {config.decoder_depth} layers."
+                f"decision_layer={self.decision_layer} must leave a layer behind it, but the decoder has "
+                f"{config.decoder_depth} layers."
             )
 
     def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
@@ -117,7 +117,8 @@ class ActiveTokens:
         forced = num_predicted * self.include_generating + num_previous * self.include_caching
         if self.buffers == "always":
             forced = forced + config.buffer_size
-        return np.minimum(total, np.maximum(budget, forced))
+        most = config.seq_len if self.buffers == "never" else total
+        return np.minimum(most, np.maximum(budget, forced))
 
     def cached_cost(self, config: MARConfig, known, previous, active):
         """Multiply-adds of a cached step of one row, with that room."""
@@ -150,7 +151,7 @@ class ActiveTokens:
     def full(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array]:
         """A refresh: the exact model on all rows; the first ones, as many as the cache has, are kept."""
         config = step.config
-        enc, x = self._encode(cache, step)
+        enc, x = self._encode(cache, step, encoder.refresh)
         x = mar.decode(step.params, config, x, start=0, stop=self.decision_layer)
         x, deep = blocks.run(
             step.params["decoder_blocks"],
@@ -161,18 +162,15 @@ class ActiveTokens:
         )
         return ActiveCache(encoder=enc, deep=deep), x[:, config.buffer_size :]
 
-    def _encode(self, cache: ActiveCache, step: StepInput) -> tuple[EncoderCache | None, Array]:
-        if cache.encoder is not None:
-            return encoder.refresh(cache.encoder, step)
-        return None, step.decoder_input()
+    def _encode(self, cache: ActiveCache, step: StepInput, encode: Callable) -> tuple[EncoderCache | None, Array]:
+        """The encoder's cache and the decoder's input; `encode` is for an encoder that has one."""
+        return (None, step.decoder_input()) if cache.encoder is None else encode(cache.encoder, step)
 
     def cached(self, cache: ActiveCache, step: StepInput) -> tuple[ActiveCache, Array, Array | None]:
         """A cached step."""
         config, stack, heads = step.config, step.params["decoder_blocks"], step.config.decoder_num_heads
-        if cache.encoder is None:
-            enc, x = None, step.decoder_input()
-        else:
-            enc, x = encoder.advance(cache.encoder, step, buffers=self.encoder_buffers == "recomputed")
+        advance = functools.partial(encoder.advance, buffers=self.encoder_buffers == "recomputed")
+        enc, x = self._encode(cache, step, advance)
         x = mar.decode(step.params, config, x, start=0, stop=self.decision_layer - 1)
         layer = blocks.block(stack, heads, self.decision_layer - 1)
         q, k, v = layer.project_qkv(x)
@@ -180,7 +178,7 @@ class ActiveTokens:
         active = self._choose(received(q, k, step), step)
         if self.skip_mlp:
             rows, deep = blocks.run_active(
-                stack, active.gather(x), active, cache.deep, num_heads=heads, start=self.decision_layer
+                stack, active.gather(x), active, cache.deep, num_heads=heads, start=self.decision_layer, two_path=True
             )
             x = active.put(x, rows)
         else:
@@ -206,7 +204,7 @@ class ActiveTokens:
         def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
             x, cache = carry
             layer = blocks.block(stack, heads, self.decision_layer + number)
-            rows, cache = blocks.attend_active(layer, active.gather(x), active, cache, number)
+            rows, cache = blocks.attend_active(layer, active.gather(x), active, cache, number, two_path=True)
             return (layer.add_mlp(active.put(x, rows)), cache), None
 
         return jax.lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]

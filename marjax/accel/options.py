@@ -14,9 +14,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from marjax.accel.base import Accel, ConditionCache, ExactTokens, Refresh
+from marjax.accel.base import PUBLISHED_REFRESH, Accel, ConditionCache, ExactTokens, Refresh
 from marjax.accel.head import ExactHead, HeadCache
 
+PARTS = ("tokens", "condition", "head")
 REFRESH = {"refresh_every": "period", "warmup": "warmup"}
 HEAD_PREFIX = "head_"
 _SWITCH = {"on": True, "off": False}
@@ -29,13 +30,15 @@ def with_options(accel: Accel, text: str) -> Accel:
         ValueError: if an option is unknown, given twice or without meaning, or a value unusable.
     """
     options: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not name or not equals:
+            raise ValueError(f"{part!r} is no option; expected NAME=VALUE.")
         if name in options:
             raise ValueError(f"{name} is given twice.")
         options[name] = value
     # The parts first: the other options are theirs.
-    parts = {name: _switch(name, options.pop(name)) for name in ("tokens", "condition", "head") if name in options}
+    parts = {name: _switch(name, options.pop(name)) for name in PARTS if name in options}
     accel = _with_parts(accel, parts)
     for name, value in options.items():
         accel = _with_option(accel, name, value)
@@ -45,12 +48,10 @@ def with_options(accel: Accel, text: str) -> Accel:
 def _with_parts(accel: Accel, parts: dict[str, bool]) -> Accel:
     if parts.get("tokens") and isinstance(accel.tokens, ExactTokens):
         raise ValueError("tokens=on: there is no token cache of that name to switch on; choose lazymar or marche.")
-    refresh = accel.tokens.refresh
     if not parts.get("tokens", True):
         accel = dataclasses.replace(accel, tokens=ExactTokens())
     if "condition" in parts:
-        on = ConditionCache() if refresh is None else ConditionCache(refresh=refresh)
-        accel = dataclasses.replace(accel, condition=on if parts["condition"] else None)
+        accel = dataclasses.replace(accel, condition=ConditionCache() if parts["condition"] else None)
     if "head" in parts:
         accel = dataclasses.replace(accel, head=HeadCache() if parts["head"] else ExactHead())
     return accel
@@ -59,34 +60,35 @@ def _with_parts(accel: Accel, parts: dict[str, bool]) -> Accel:
 def _with_option(accel: Accel, name: str, value: str) -> Accel:
     if name in REFRESH:
         return _with_refresh(accel, name, value)
-    if name.startswith(HEAD_PREFIX) and isinstance(accel.head, HeadCache):
-        field = name.removeprefix(HEAD_PREFIX)
-        if field in _types(accel.head):
-            return dataclasses.replace(accel, head=_with_field(accel.head, name, field, value))
+    field = name.removeprefix(HEAD_PREFIX)
+    if name != field and field in _types(HeadCache()):
+        if not isinstance(accel.head, HeadCache):
+            raise ValueError(f"{name} needs head=on.")
+        return dataclasses.replace(accel, head=_with_field(accel.head, name, field, value))
     if name not in _types(accel.tokens):
         raise ValueError(f"unknown option {name!r}; expected one of {', '.join(sorted(_known(accel)))}.")
     return dataclasses.replace(accel, tokens=_with_field(accel.tokens, name, name, value))
 
 
 def _known(accel: Accel) -> set[str]:
-    known = {"tokens", "condition", "head", *REFRESH, *_types(accel.tokens)}
-    return known | {HEAD_PREFIX + field for field in _types(accel.head)}
+    return {*PARTS, *REFRESH, *_types(accel.tokens), *(HEAD_PREFIX + field for field in _types(HeadCache()))}
 
 
 def _with_refresh(accel: Accel, name: str, value: str) -> Accel:
     number = None if (name, value) == ("refresh_every", "never") else _integer(name, value)
+    if (name, number) == ("refresh_every", 0):
+        raise ValueError('refresh_every=0 must be a positive integer or "never".')
 
     def changed(refresh: Refresh) -> Refresh:
         return dataclasses.replace(refresh, **{REFRESH[name]: number})
 
-    if accel.tokens.refresh is None and accel.condition is None:
-        raise ValueError(f"{name} has no meaning without a token or condition cache.")
     if accel.tokens.refresh is not None:
         tokens = dataclasses.replace(accel.tokens, refresh=changed(accel.tokens.refresh))
-        accel = dataclasses.replace(accel, tokens=tokens)
-    if accel.condition is not None:
-        accel = dataclasses.replace(accel, condition=ConditionCache(refresh=changed(accel.condition.refresh)))
-    return accel
+        return dataclasses.replace(accel, tokens=tokens)
+    if accel.condition is None:
+        raise ValueError(f"{name} has no meaning without a token or condition cache.")
+    refresh = changed(accel.condition.refresh or PUBLISHED_REFRESH)
+    return dataclasses.replace(accel, condition=ConditionCache(refresh=refresh))
 
 
 def _types(policy: Any) -> dict[str, str]:
@@ -95,7 +97,11 @@ def _types(policy: Any) -> dict[str, str]:
 
 
 def _with_field(policy: Any, name: str, field: str, value: str) -> Any:
-    return dataclasses.replace(policy, **{field: _PARSERS[_types(policy)[field]](name, value)})
+    value = _PARSERS[_types(policy)[field]](name, value)
+    try:
+        return dataclasses.replace(policy, **{field: value})
+    except ValueError as error:
+        raise error if name == field else ValueError(f"{name}: {error}") from None
 
 
 def _switch(name: str, value: str) -> bool:
@@ -122,8 +128,10 @@ def _integers(name: str, value: str) -> tuple[int, ...]:
 
 
 def _pairs(name: str, value: str) -> tuple[tuple[int, float], ...]:
-    pairs = [part.partition(":")[::2] for part in value.split("+")]
-    return tuple((_integer(name, first), _number(name, second)) for first, second in pairs)
+    pairs = [part.partition(":") for part in value.split("+")]
+    if not all(colon for _, colon, _ in pairs):
+        raise ValueError(f"{name}={value!r} must be pairs STEP:SHARE, joined by +.")
+    return tuple((_integer(name, first), _number(name, second)) for first, _, second in pairs)
 
 
 _PARSERS: dict[str, Callable[[str, str], Any]] = {

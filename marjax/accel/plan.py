@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from marjax.accel.base import Accel, ExactTokens
-from marjax.accel.cost import layer_cost
+from marjax.accel.base import Accel
+from marjax.accel.cost import decoder_cost, encoder_cost
 from marjax.config import MARConfig
 from marjax.schedule import Plan, make_plan
 
@@ -30,7 +30,7 @@ def plan_for(
     Raises:
         ValueError: if the acceleration does not fit the model.
     """
-    accel.tokens.check(config)
+    accel.check(config)
     cost = StepCost(config, accel, num_steps, guided)
     return make_plan(config.seq_len, num_iter, cost.refresh_cost, num_known, cost)
 
@@ -63,17 +63,12 @@ class StepCost:
 
     def refresh_cost(self, known, predicted):
         """A step that computes everything, with room for so many tokens."""
-        config = self.config
-        return self._rows * (self._encoder(config.buffer_size + known) + self._decoder()) + self._head(predicted)
+        return self._rows * (encoder_cost(self.config, known) + decoder_cost(self.config)) + self._head(predicted)
 
     def cached_cost(self, known, predicted, previous, active):
         """A cached step with that room."""
         rows = 1 if self.accel.condition else self._rows
-        if isinstance(self.accel.tokens, ExactTokens):
-            tokens = self._encoder(self.config.buffer_size + known) + self._decoder()
-        else:
-            tokens = self.accel.tokens.cached_cost(self.config, known, previous, active)
-        return rows * tokens + self._head(predicted)
+        return rows * self.accel.tokens.cached_cost(self.config, known, previous, active) + self._head(predicted)
 
     def refresh_steps(self, num_iter: int) -> np.ndarray:
         """[steps] bool: which steps refresh every cache."""
@@ -86,15 +81,6 @@ class StepCost:
     @property
     def _rows(self) -> int:
         return 2 if self.guided else 1
-
-    def _encoder(self, tokens):
-        config = self.config
-        return layer_cost(tokens, tokens, config.encoder_embed_dim, config.encoder_depth, config.mlp_ratio)
-
-    def _decoder(self):
-        config = self.config
-        total = config.buffer_size + config.seq_len
-        return layer_cost(total, total, config.decoder_embed_dim, config.decoder_depth, config.mlp_ratio)
 
     def _head(self, predicted):
         config = self.config

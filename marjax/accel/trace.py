@@ -23,7 +23,7 @@ class Trace:
     Attributes:
         refresh: [steps] bool, True where every cache was refreshed.
         num_known: [steps] int32, tokens known before the step.
-        num_predicted: [steps] int32, tokens predicted in it.
+        num_predicted: [steps] int32, tokens predicted in it; none in steps that fill up a program of inpainting.
         positions: [steps, halves, B, buffers + S] uint8, buffers first, then tokens in image order (row-major): what a
             step did to the position in the deep decoder layers, by constants of `marjax.accel.trace`: 0 REUSED, 1 FULL
             (a refresh), 2 GENERATING, 3 CACHING (predicted at the step before), 4 REFRESHING (chosen by its score).

@@ -49,8 +49,8 @@ def init(
     conditioned = guided and accel.condition is not None
     room = max(segment.previous for segment in segments)
     tokens = accel.tokens.init(config, rows=2 * batch if guided and not conditioned else batch, room=room, dtype=dtype)
-    residual = jnp.zeros((batch, config.seq_len, config.decoder_embed_dim)) if conditioned else None
-    return Caches(tokens=tokens, residual=residual)
+    shape = (batch, config.seq_len, config.decoder_embed_dim)
+    return Caches(tokens=tokens, residual=jnp.zeros(shape, jnp.float32) if conditioned else None)
 
 
 def compute(accel: Accel, caches: Caches, step: StepInput, *, trace: bool) -> tuple[Caches, Output]:
@@ -84,7 +84,7 @@ def compute(accel: Accel, caches: Caches, step: StepInput, *, trace: bool) -> tu
             tokens = jnp.where(number == 0, step.tokens, 0.0)
             return compute(state[0], step.replace(tokens=tokens))
 
-        return lax.fori_loop(skip.astype(jnp.int32), 1, turn, state)
+        return lax.fori_loop(skip.astype(jnp.int32), jnp.int32(1), turn, state)
 
     _, output = jax.eval_shape(cached, caches, step)
     state = once(full, ~step.rows.refresh, (caches, jax.tree.map(jnp.zeros_like, output)))

@@ -105,7 +105,7 @@ def test_kept_counts_are_the_published_ones(golden):
     lazy = run["fresh_num"] >= 0
     np.testing.assert_array_equal(counts[lazy], run["fresh_num"][lazy])
     # At another number of steps the shares are read at the same part of the decode.
-    half = LazyTokens(slack=0).active_counts(config, np.zeros(32, int), np.zeros(32, int))
-    np.testing.assert_array_equal(
-        half, LazyTokens(slack=0).active_counts(config, np.zeros(64, int), np.zeros(64, int))[::2]
+    halves, wholes = (
+        LazyTokens(slack=0).active_counts(config, np.ones(steps, int), np.zeros(steps, int)) for steps in (32, 64)
     )
+    np.testing.assert_array_equal(halves, wholes[::2])

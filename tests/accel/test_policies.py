@@ -170,6 +170,80 @@ def test_active_sets_under_teacher_forcing(policy):
         before = deep
 
 
+@pytest.mark.parametrize(
+    "policy", [ActiveTokens(budget=20), LazyTokens(refresh=Refresh(period=3))], ids=["marche", "lazymar"]
+)
+def test_bfloat16_stays_near_float32(policy):
+    """The cached keys and values of the compute dtype that accelerators use."""
+    pairs = zip(forced_steps(policy, 4, dtype=jnp.bfloat16), forced_steps(policy, 4), strict=True)
+    for (rows, x, _, cache), (_, expected, _, _) in pairs:
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(cache.deep)} == {"uint16"}
+        error = np.sqrt(np.mean((x - expected) ** 2) / np.mean(expected**2))
+        assert error < 0.02, int(rows.num_known)
+
+
+@pytest.mark.parametrize("budget", [64, 70, 9999])
+def test_buffers_are_never_active_where_they_are_not_to_be(budget):
+    for rows, _, code, _ in forced_steps(ActiveTokens(budget=budget, buffers="never"), 4):
+        if not rows.refresh:
+            assert (code[:, : CONFIG.buffer_size] == REUSED).all() and (code[:, CONFIG.buffer_size :] != REUSED).all()
+
+
+def test_steps_that_fill_up_a_bucket_change_no_count():
+    """Images that start from 61 of 64 tokens share a program with those of 57, which have more steps."""
+    accel, counts = Accel(tokens=LazyTokens(refresh=Refresh(warmup=1), slack=3)), {}
+    for known in (57, 61):
+        plan = plan_for(CONFIG, 12, 4, known, accel=accel)
+        rows = jax.tree.map(lambda *parts: np.concatenate(parts), *plan.rows)
+        counts[known] = rows.num_active[rows.num_predicted > 0]
+    expected = accel.tokens.active_counts(CONFIG, np.ones(3, int), np.array([0, 1, 1]))
+    np.testing.assert_array_equal(counts[61], expected)
+    assert len(counts[57]) == 7 and counts[61][-1] < counts[61][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryOther:
+    """A token policy of a user's own, by the protocol alone: the last output again at every second step."""
+
+    refresh: Refresh = Refresh(period=2)
+
+    def check(self, config):
+        pass
+
+    def active_counts(self, config, num_predicted, num_previous):
+        return np.zeros(len(num_predicted), int)
+
+    def cached_cost(self, config, known, previous, active):
+        return 0.0 * np.asarray(known)
+
+    def init(self, config, rows, room, dtype):
+        return jnp.zeros((rows, config.seq_len, config.decoder_embed_dim), jnp.float32)
+
+    def full(self, cache, step):
+        _, x = ExactTokens().full(None, step)
+        return x, x
+
+    def cached(self, cache, step):
+        return cache, step.predicted(cache), jnp.zeros((cache.shape[0], step.config.buffer_size + cache.shape[1]), bool)
+
+
+def test_a_policy_of_ones_own():
+    options = {"accel": Accel(tokens=EveryOther()), "num_iter": 5, "num_sampling_steps": 4, "dtype": "float32"}
+    latents, trace = marjax.sample_latents(PARAMS, KEY, LABELS[:2], cfg=1.0, return_trace=True, **options)
+    assert np.isfinite(latents).all()
+    np.testing.assert_array_equal(trace.refresh, [True, False, True, False, True])
+    np.testing.assert_array_equal((trace.positions == FULL).all(axis=(1, 2, 3)), trace.refresh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APPROXIMATIONS)
+def test_jax_in_double_precision_mode_changes_nothing(name):
+    with jax.enable_x64(True):
+        latents = sampled(name)
+    assert latents.dtype == np.float32
+    np.testing.assert_allclose(latents, sampled(name), rtol=0, atol=1e-3)
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 999), st.data())
 def test_choice(seed, data):
