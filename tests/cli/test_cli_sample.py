@@ -133,6 +133,14 @@ def test_sample_directory_refuses_other_options(marjax, refused, model, calls, t
     assert len(calls) == 1
 
 
+def test_sample_directory_knows_an_acceleration_in_other_words(marjax, refused, model, calls):
+    command = ("sample", "--model", model, "--out", "samples", "--accel")
+    assert marjax(*command, "none:condition=on")[0] == 0
+    assert "were there already" in marjax(*command, "none: head=off, condition = on")[1]
+    assert "(different: accel)" in refused(*command, "none:condition=on,warmup=2")
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
