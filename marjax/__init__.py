@@ -1,7 +1,8 @@
 """marjax: masked autoregressive image generation (MAR) in JAX."""
 
 from marjax import convert, metrics
-from marjax.accel import Accel
+from marjax.accel import Accel, ActiveTokens, ConditionCache, HeadCache, LazyTokens, Refresh
+from marjax.accel.trace import Trace
 from marjax.checkpoint import CheckpointError, load, save, save_file
 from marjax.config import PRESETS, MARConfig, VAEConfig, get_preset
 from marjax.inpaint import inpaint, inpaint_latents
@@ -15,12 +16,18 @@ from marjax.version import __version__
 __all__ = [
     "PRESETS",
     "Accel",
+    "ActiveTokens",
     "CheckpointError",
+    "ConditionCache",
+    "HeadCache",
+    "LazyTokens",
     "MARConfig",
     "MARParams",
     "NonFiniteLossError",
     "Objective",
     "OptimizerConfig",
+    "Refresh",
+    "Trace",
     "TrainConfig",
     "VAEConfig",
     "__version__",

@@ -211,14 +211,24 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help='diffusion steps per token: "100", "a,b,c" or "ddimN" (default: the model\'s)',
     )
     group.add_argument("--temperature", type=float, metavar="SCALE", help="of the noise (default: the model's)")
-    group.add_argument("--accel", default="none", help=f"{', '.join(accel.NAMES)} (default: none)")
+    group.add_argument(
+        "--accel",
+        default="none",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"caches: {', '.join(accel.NAMES)}, with options as in marche:budget=32,condition=on (default: none)",
+    )
     group.add_argument(
         "--dtype", choices=DTYPES, help="of matrix products (default: float32 on CPU, bfloat16 elsewhere)"
     )
 
 
 def sampling_settings(args: argparse.Namespace, config: MARConfig, *, conditional: bool) -> dict[str, Any]:
-    """The keyword arguments of `marjax.sample` that determine the images, every default spelled out."""
+    """The keyword arguments of `marjax.sample` that determine the images, every default spelled out.
+
+    Raises:
+        ValueError: if the acceleration is unknown, or does not fit the model.
+    """
+    accel.resolve(args.accel).check(config)
     settings = {"accel": args.accel, "num_iter": args.num_iter, "dtype": args.dtype or default_dtype()}
     if args.num_iter is None:
         settings["num_iter"] = default_num_iter(config)

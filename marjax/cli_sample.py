@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from marjax import checkpoint, image_array, images
+from marjax.accel import NAMES, resolve
 from marjax.arguments import DEFAULT_BATCH_SIZE, label_list
 from marjax.cli_options import (
     add_model,
@@ -39,6 +40,7 @@ EXAMPLES = """examples:
   marjax sample                                              one image of every class, in grid.png
   marjax sample --labels "sneaker,bag,3" --out three.png     classes by name or number
   marjax sample --per-class 8 --seed 1 --cfg 3               a row of 8 images for every class
+  marjax sample --accel marche:condition=on                  faster, with caches that change the images a little
   marjax sample --per-class 1000 --out samples/              a directory of PNGs; run it again to resume
   marjax sample --model mar_base --per-class 50 --out-npz samples.npz         50,000 images, as FID is computed on
   marjax sample --unconditional 16 --model runs/mine --weights raw
@@ -232,7 +234,8 @@ def _identity(request: Request, header: Header) -> dict[str, Any]:
     """Everything that determines the images, as JSON values."""
     labels = None if request.labels is None else request.labels.tolist()
     facts = {"model": _fingerprint(header), "seed": request.seed, "count": request.count, "labels": labels}
-    return {**facts, **request.settings}
+    accel = resolve(request.settings["accel"])  # whatever words it was given in
+    return {**facts, **request.settings, "accel": "none" if accel == NAMES["none"] else repr(accel)}
 
 
 def _fingerprint(header: Header) -> str:

@@ -23,7 +23,11 @@ from flax import struct
 from jax import lax
 
 from marjax import diffusion, diffusion_head, mar
+from marjax.accel import transformer
 from marjax.accel.base import Accel, StepInput
+from marjax.accel.head import HeadInput
+from marjax.accel.trace import Trace
+from marjax.accel.trace import to_image_order as trace_in_image_order
 from marjax.config import MARConfig
 from marjax.layers import dense
 from marjax.noise_schedule import NoiseSchedule
@@ -39,11 +43,11 @@ class DecodeState:
 
     Attributes:
         tokens: [B, S + max P, D] float32, in generation order.
-        cache: the token policy's.
+        caches: those of encoder and decoder.
     """
 
     tokens: Array
-    cache: PyTree
+    caches: transformer.Caches
 
 
 def decode(
@@ -53,6 +57,7 @@ def decode(
     rows: tuple[Rows, ...],
     *,
     accel: Accel,
+    keys: Array,
     order: Array,
     known: Array | None = None,
     class_emb: Array,
@@ -60,7 +65,8 @@ def decode(
     guidance: Callable[[Rows], Array] | None,
     temperature: float | Array,
     noise_schedule: NoiseSchedule,
-) -> Array:
+    return_trace: bool = False,
+) -> tuple[Array, Trace | None]:
     """Generates the tokens of a batch.
 
     Args:
@@ -69,6 +75,7 @@ def decode(
         segments: the plan's static sizes.
         rows: the plan's per-step numbers, one entry per segment.
         accel: the cache policies.
+        keys: [B] keys of the images, for policies that draw.
         order: [B, S] int32, image position of each token in generation order.
         known: None, or [B, S, D] float32 tokens in image order, of which those that come first in `order` are given;
             the others must be finite.
@@ -77,9 +84,10 @@ def decode(
         guidance: per-step rows -> guidance scale; None without guidance.
         temperature: see `diffusion.sample`.
         noise_schedule: the diffusion steps of the head.
+        return_trace: also tell what was computed at each step.
 
     Returns:
-        [B, S, D] float32 tokens in image order.
+        [B, S, D] float32 tokens in image order, and the trace or None.
     """
     batch, seq_len = order.shape
     positions = mar.gather_positions(params, config, order)
@@ -90,13 +98,11 @@ def decode(
         """Z [R, P, E] -> tokens [B, P, D]."""
         cond = dense(head["cond_embed"], z.reshape(-1, z.shape[-1]))
 
-        def denoise(x: Array, row: Array) -> tuple[Array, Array]:
-            eps, v = jnp.split(diffusion_head.apply(head, x, time[row], cond), 2, axis=-1)
-            if guidance is None:
-                return eps, v
+        def denoise(cache: PyTree, x: Array, row: Array) -> tuple[PyTree, Array, Array]:
+            evaluation = HeadInput(head, x, time[row], cond, row, noise_schedule.num_steps)
+            cache, eps_c, eps_u, v = accel.head.apply(cache, evaluation)
             # Only the conditional half's variance is ever used: both halves go on from its sample.
-            (eps_c, eps_u), (v_c, _) = jnp.split(eps, 2), jnp.split(v, 2)
-            return eps_u + guidance(step) * (eps_c - eps_u), v_c
+            return cache, eps_c if eps_u is None else eps_u + guidance(step) * (eps_c - eps_u), v
 
         tokens = diffusion.sample(
             denoise,
@@ -104,38 +110,49 @@ def decode(
             noise_schedule,
             temperature=temperature,
             clip_denoised=config.clip_denoised,
+            cache=accel.head.init(head, batch * num_predicted, guided=guidance is not None),
         )
         return tokens.reshape(batch, num_predicted, -1)
 
     def make_step(segment: Segment):
-        def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, None]:
+        def step(state: DecodeState, step_rows: Rows) -> tuple[DecodeState, Array | None]:
             view = StepInput(
                 params=params,
                 tokens=state.tokens,
                 class_emb=class_emb,
                 positions=positions,
                 rows=step_rows,
+                keys=keys,
                 config=config,
                 segment=segment,
             )
-            cache, x = accel.tokens.apply(state.cache, view)
-            z = mar.condition(params, x, view.predicted(positions.diffusion))
+            caches, output = transformer.compute(accel, state.caches, view, trace=return_trace)
+            z = mar.condition(params, output.x, view.predicted(positions.diffusion))
             new = sample_tokens(z, step_rows, segment.predicted)
             tokens = lax.dynamic_update_slice_in_dim(state.tokens, new, step_rows.num_known, axis=1)
-            return DecodeState(tokens=tokens, cache=cache), None
+            return DecodeState(tokens=tokens, caches=caches), output.codes
 
         return step
 
     tokens = jnp.zeros((batch, seq_len + max(segment.predicted for segment in segments), config.token_dim), jnp.float32)
     if known is not None:
         tokens = tokens.at[:, :seq_len].set(jnp.take_along_axis(known, order[..., None], axis=1))
-    state = DecodeState(
-        tokens=tokens,
-        cache=accel.tokens.init(config, class_emb.shape[0], params["z_proj"]["kernel"].dtype),
-    )
+    dtype = params["z_proj"]["kernel"].dtype
+    caches = transformer.init(accel, config, segments, batch, guided=guidance is not None, dtype=dtype)
+    state, codes = DecodeState(tokens=tokens, caches=caches), []
     for segment, segment_rows in zip(segments, rows, strict=True):
-        state, _ = lax.scan(make_step(segment), state, segment_rows)
-    return to_image_order(state.tokens[:, :seq_len], order)
+        state, segment_codes = lax.scan(make_step(segment), state, segment_rows)
+        codes.append(segment_codes)
+    trace = None
+    if return_trace:
+        steps = jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
+        trace = Trace(
+            refresh=steps.refresh,
+            num_known=steps.num_known,
+            num_predicted=steps.num_predicted,
+            positions=trace_in_image_order(jnp.concatenate(codes), order, config.buffer_size),
+        )
+    return to_image_order(state.tokens[:, :seq_len], order), trace
 
 
 def known_first(order: Array, unknown: Array) -> Array:

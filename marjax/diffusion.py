@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from marjax.noise_schedule import NoiseSchedule, noise_schedule
-from marjax.types import Array
+from marjax.types import Array, PyTree
 
 
 def p_mean_variance(
@@ -41,22 +41,24 @@ def p_mean_variance(
 
 
 def sample(
-    denoise: Callable[[Array, int | Array], tuple[Array, Array]],
+    denoise: Callable[[PyTree, Array, int | Array], tuple[PyTree, Array, Array]],
     noise: Array,
     schedule: NoiseSchedule,
     *,
     temperature: float | Array,
     clip_denoised: bool,
+    cache: PyTree = None,
 ) -> Array:
     """Ancestral sampling of tokens, one `lax.scan` from the last kept step to step 0.
 
     Args:
-        denoise: (x [R, D], row of the schedule, a traced int) -> (eps [R, D], v [R, D]).
+        denoise: (cache, x [R, D], row of the schedule, a traced int) -> (cache, eps [R, D], v [R, D]).
         noise: [T + 1, R, D] standard normal: the initial x, then the draw of each step, T-1 first. The draw of step
             0 is not used (nothing is added there).
         schedule: tables of the T visited steps.
         temperature: scales the noise added at each step; not the initial noise.
         clip_denoised: as in `p_mean_variance`.
+        cache: what `denoise` is given at the first step.
 
     Returns:
         [R, D] float32 samples.
@@ -65,14 +67,14 @@ def sample(
     tables = {name: jnp.asarray(table[::-1]) for name, table in schedule.float32().items()}
     rows = jnp.arange(num_steps - 1, -1, -1)
 
-    def step(x: Array, per_step) -> tuple[Array, None]:
-        row, table, draw = per_step
-        eps, v = denoise(x, row)
+    def step(carry: tuple[Array, PyTree], per_step) -> tuple[tuple[Array, PyTree], None]:
+        (x, cache), (row, table, draw) = carry, per_step
+        cache, eps, v = denoise(cache, x, row)
         mean, log_variance, _ = p_mean_variance(table, x, eps, v, clip_denoised=clip_denoised)
         added = jnp.exp(0.5 * log_variance) * draw * temperature
-        return mean + jnp.where(row > 0, added, 0.0), None
+        return (mean + jnp.where(row > 0, added, 0.0), cache), None
 
-    return lax.scan(step, noise[0], (rows, tables, noise[1:]))[0]
+    return lax.scan(step, (noise[0], cache), (rows, tables, noise[1:]))[0][0]
 
 
 def add_noise(x0: Array, t: Array, noise: Array) -> Array:

@@ -40,11 +40,19 @@ class ResBlock(nn.Module):
         self.mlp_2 = Dense(self.width)
         self.adaLN = Dense(3 * self.width, kernel_init=_ZEROS)
 
+    def modulation(self, silu_y: Array) -> tuple[Array, Array, Array]:
+        """[R, W] activated conditioning -> shift, scale, gate, each [R, W]."""
+        return tuple(jnp.split(self.adaLN(silu_y), 3, axis=-1))
+
+    def mlp(self, h: Array, shift: Array, scale: Array) -> Array:
+        """The MLP of the modulated norm of h, each [R, W]."""
+        u = self.in_ln(h) * (1 + scale) + shift
+        return self.mlp_2(nn.silu(self.mlp_0(u)))
+
     def __call__(self, h: Array, silu_y: Array) -> Array:
         """[R, W] hidden rows and [R, W] activated conditioning -> [R, W]."""
-        shift, scale, gate = jnp.split(self.adaLN(silu_y), 3, axis=-1)
-        u = self.in_ln(h) * (1 + scale) + shift
-        return h + gate * self.mlp_2(nn.silu(self.mlp_0(u)))
+        shift, scale, gate = self.modulation(silu_y)
+        return h + gate * self.mlp(h, shift, scale)
 
 
 class FinalLayer(nn.Module):
@@ -127,8 +135,17 @@ def apply(params: PyTree, x: Array, time: Array, cond: Array) -> Array:
     silu_y = nn.silu(time + cond)
     h = dense(params["input_proj"], x)
     h = jnp.tile(h, (cond.shape[0] // x.shape[0], 1))
-    width = h.shape[-1]
     for block in params["res_blocks"]:
-        h = ResBlock(width).apply({"params": block}, h, silu_y)
+        h = bound(block)(h, silu_y)
+    return output(params, h, silu_y)
+
+
+def bound(block: PyTree) -> ResBlock:
+    """A `ResBlock` with its parameters, whose parts can be called."""
+    return ResBlock(block["mlp_0"]["bias"].shape[-1]).bind({"params": block})
+
+
+def output(params: PyTree, h: Array, silu_y: Array) -> Array:
+    """[R, W] rows after the blocks, and activated conditioning -> [R, 2 D] float32."""
     final = params["final_layer"]
-    return FinalLayer(final["linear"]["bias"].shape[-1], width).apply({"params": final}, h, silu_y)
+    return FinalLayer(final["linear"]["bias"].shape[-1], h.shape[-1]).apply({"params": final}, h, silu_y)

@@ -16,7 +16,7 @@ import numpy as np
 
 from marjax import arguments, codec
 from marjax.arguments import Known
-from marjax.sample import check_codec, sample_latents, to_images
+from marjax.sample import as_tuple, check_codec, sample_latents, to_images
 from marjax.types import Array, MARParams
 
 
@@ -49,9 +49,11 @@ def inpaint(params: MARParams, rng: Array, labels: Any, *, image: Any, mask: Any
     image = _unit_range(image, mask)
     latents = codec.images_to_latents(config, params.vae, image)
     stride = config.img_size // config.latent_size
-    latents = inpaint_latents(params, rng, labels, latents=latents, mask=_any_in_patches(mask, stride), **options)
+    made = inpaint_latents(params, rng, labels, latents=latents, mask=_any_in_patches(mask, stride), **options)
+    latents, *trace = as_tuple(made)
     generated = to_images(params, latents, options.get("dtype"))
-    return jnp.where(mask[..., None], generated, image)
+    images = jnp.where(mask[..., None], generated, image)
+    return (images, *trace) if trace else images
 
 
 def inpaint_latents(params: MARParams, rng: Array, labels: Any, *, latents: Any, mask: Any, **options) -> Array:

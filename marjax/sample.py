@@ -22,10 +22,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from marjax import arguments, codec, decode, mar
 from marjax.accel import Accel, resolve
+from marjax.accel.plan import plan_for
+from marjax.accel.trace import Trace
 from marjax.arguments import Images, Known
 from marjax.config import CFG_SCHEDULES, MARConfig
 from marjax.noise_schedule import noise_schedule
-from marjax.schedule import Cost, Plan, Rows, Segment, make_plan
+from marjax.schedule import Rows, Segment
 from marjax.types import DTYPES, Array, MARParams, PyTree, cast_matrices
 
 
@@ -41,6 +43,7 @@ class _Static:
     num_sampling_steps: str
     dtype: str
     devices: tuple[jax.Device, ...]
+    return_trace: bool
 
 
 def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
@@ -59,7 +62,14 @@ def sample(params: MARParams, rng: Array, labels: Any, **options) -> Array:
         ValueError, TypeError: as `sample_latents`; also if a latent model comes without its autoencoder.
     """
     check_codec(params, "sample_latents")
-    return to_images(params, sample_latents(params, rng, labels, **options), options.get("dtype"))
+    latents, *trace = as_tuple(sample_latents(params, rng, labels, **options))
+    images = to_images(params, latents, options.get("dtype"))
+    return (images, *trace) if trace else images
+
+
+def as_tuple(result: Array | tuple[Array, Trace]) -> tuple[Array] | tuple[Array, Trace]:
+    """What `sample_latents` returned, without or with a trace, as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def check_codec(params: MARParams, instead: str) -> None:
@@ -98,7 +108,8 @@ def sample_latents(
     indices: Any = None,
     known: Known | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Array:
+    return_trace: bool = False,
+) -> Array | tuple[Array, Trace]:
     """Generates latents (reference `MAR.sample_tokens`).
 
     A change of seed, labels, cfg (other than to or from 1.0) or temperature does not recompile. The function also
@@ -113,7 +124,9 @@ def sample_latents(
         params: the model.
         rng: a JAX PRNG key.
         labels: [B] class indices in [0, class_num), or None for unconditional images.
-        accel: name of an acceleration, or an `Accel`.
+        accel: caches that save work between decode steps, and change the result: "none", "lazymar", "marche", a name
+            with options ("marche:budget=32,condition=on"; `marjax/accel/options.py` says which), or an `Accel`. Those
+            for tokens or guidance cannot be differentiated in reverse mode.
         num_iter: decode steps, in [1, S]. None: 64, or S if that is less.
         cfg: guidance scale, finite and >= 0; 1.0 is no guidance and half the work. None: the model's default (1.0
             without labels).
@@ -130,9 +143,11 @@ def sample_latents(
             noise. Default 0..B-1.
         known: tokens to keep, from which the others are decoded (see `marjax.inpaint_latents`); not traced.
         progress: called after each batch with the number of images done so far (inside a jit, while tracing).
+        return_trace: also return which positions were computed at each step (see `marjax.Trace`); not with images
+            that have different numbers of known tokens.
 
     Returns:
-        [B, h, w, c] float32 latents.
+        [B, h, w, c] float32 latents; with `return_trace`, a pair of these and the trace.
 
     Raises:
         ValueError: if an argument is out of range or shapes disagree, or if the weights give non-finite latents.
@@ -152,7 +167,9 @@ def sample_latents(
     if images.noise is not None and images.noise.shape != expected:
         raise ValueError(f"noise has shape {images.noise.shape}, expected [B, S, T + 1, D] = {expected}.")
 
-    num_iter = arguments.check_num_iter(config, num_iter)
+    if not isinstance(return_trace, bool):
+        raise TypeError(f"return_trace={return_trace!r} must be True or False.")
+    num_iter, accel = arguments.check_num_iter(config, num_iter), resolve(accel)
     devices = _devices(params.mar, (rng, images, cfg, temperature))
     dtype = _compute_dtype(dtype, devices)
     shares = max(1, len(devices))
@@ -160,7 +177,9 @@ def sample_latents(
     counted = labels is None and indices is None and known is None
     at_once = arguments.DEFAULT_BATCH_SIZE if batch_size is None or counted else batch_size
     groups = _groups(images.known, len(images.indices))
-    latents, done = [], 0
+    if return_trace and (len(groups) > 1 or groups[0][0] == config.seq_len):
+        raise ValueError("return_trace needs images with equally many known tokens, and something to generate.")
+    latents, traces, done = [], [], 0
     for num_known, members in groups:
         if num_known == config.seq_len:
             latents.append(codec.unpatchify(images.known.tokens[members], config.patch_size))
@@ -168,23 +187,28 @@ def sample_latents(
             if progress is not None:
                 progress(done)
             continue
-        plan = plan_for(config, num_iter, num_steps, num_known)
-        static = _Static(config, plan.segments, resolve(accel), guided, cfg_schedule, steps, dtype, devices)
+        plan = plan_for(config, num_iter, num_steps, num_known, accel=accel, guided=guided)
+        static = _Static(config, plan.segments, accel, guided, cfg_schedule, steps, dtype, devices, return_trace)
         # Several groups are filled up to powers of two, for the sake of few shapes.
         wanted = len(members) if len(groups) == 1 else 2 ** math.ceil(math.log2(len(members)))
         size = math.ceil(min(wanted, at_once) / shares) * shares
         for start in range(0, len(members), size):
             # The last batch is filled up with copies of its last image, so that every batch has one shape.
             select = members[np.minimum(np.arange(start, start + size), len(members) - 1)]
-            batch = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
+            batch, trace = _run(static, params.mar, rng, images.take(select), plan.rows, cfg, temperature)
             latents.append(batch[: len(members) - start])
+            traces.append(trace)
             arguments.check_finite("latents", latents[-1], dtype)
             done += len(latents[-1])
             if progress is not None:
                 progress(done)
-    if len(latents) == 1:
-        return latents[0]
-    return jnp.concatenate(latents)[np.argsort(np.concatenate([members for _, members in groups]))]
+    made = latents[0]
+    if len(latents) > 1:
+        made = jnp.concatenate(latents)[np.argsort(np.concatenate([members for _, members in groups]))]
+    if not return_trace:
+        return made
+    positions = jnp.concatenate([trace.positions for trace in traces], axis=2)[:, :, : len(made)]
+    return made, traces[0].replace(positions=positions)
 
 
 def _groups(known: Known | None, total: int) -> list[tuple[int, np.ndarray]]:
@@ -193,27 +217,8 @@ def _groups(known: Known | None, total: int) -> list[tuple[int, np.ndarray]]:
     return [(int(count), np.flatnonzero(counts == count)) for count in np.unique(counts)]
 
 
-def plan_for(config: MARConfig, num_iter: int, num_steps: int, num_known: int = 0) -> Plan:
-    """The decode plan of a model with `num_steps` diffusion steps per token; its cost counts multiply-adds."""
-    return make_plan(config.seq_len, num_iter, step_cost(config, num_steps), num_known)
-
-
-def step_cost(config: MARConfig, num_steps: int) -> Cost:
-    """(K, P) -> multiply-adds per image of one exact decode step with that room."""
-
-    def stack(tokens, dim: int, depth: int):
-        tokens = np.asarray(tokens, np.float64)  # the products overflow int32
-        return depth * tokens * ((4 + 2 * config.mlp_ratio) * dim**2 + 2 * tokens * dim)
-
-    width = config.diffloss_w
-    head = float(num_steps) * (config.diffloss_d * 5 * width**2 + 2 * width**2)
-    decoder = stack(config.buffer_size + config.seq_len, config.decoder_embed_dim, config.decoder_depth)
-
-    def cost(known: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        encoder = stack(config.buffer_size + known, config.encoder_embed_dim, config.encoder_depth)
-        return encoder + decoder + predicted * head
-
-    return cost
+# How a trace lies on the devices: its positions are split over the images.
+_TRACE_SPECS = Trace(PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec(None, None, "batch"))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -225,8 +230,8 @@ def _run(
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
-) -> Array:
-    """One batch of latents, split evenly over the devices."""
+) -> tuple[Array, Trace | None]:
+    """One batch of latents, split evenly over the devices, and its trace if asked for."""
     generate = functools.partial(_generate, static)
     if len(static.devices) > 1:
         shared, split = PartitionSpec(), PartitionSpec("batch")
@@ -234,10 +239,11 @@ def _run(
             generate,
             mesh=Mesh(np.array(static.devices), ("batch",)),
             in_specs=(shared, shared, split, shared, shared, shared),
-            out_specs=split,
+            out_specs=(split, _TRACE_SPECS if static.return_trace else None),
             check_vma=False,
         )
-    return codec.unpatchify(generate(params, rng, images, rows, cfg, temperature), static.config.patch_size)
+    tokens, trace = generate(params, rng, images, rows, cfg, temperature)
+    return codec.unpatchify(tokens, static.config.patch_size), trace
 
 
 def _generate(
@@ -248,8 +254,8 @@ def _generate(
     rows: tuple[Rows, ...],
     cfg: Array,
     temperature: Array,
-) -> Array:
-    """One device's share of a batch: [B, S, D] tokens in image order."""
+) -> tuple[Array, Trace | None]:
+    """One device's share of a batch: [B, S, D] tokens in image order, and its trace."""
     config = static.config
     params = cast_matrices(params, DTYPES[static.dtype])
     schedule = noise_schedule(static.num_sampling_steps)
@@ -267,6 +273,7 @@ def _generate(
         static.segments,
         rows,
         accel=static.accel,
+        keys=keys,
         order=order,
         known=None if images.known is None else images.known.tokens,
         class_emb=class_emb,
@@ -276,6 +283,7 @@ def _generate(
         guidance=(lambda step: step.guidance(cfg, static.cfg_schedule)) if static.guided else None,
         temperature=temperature,
         noise_schedule=schedule,
+        return_trace=static.return_trace,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 from pathlib import Path
 
 import jax
@@ -101,3 +102,12 @@ def fake_encoder(config: VAEConfig, params, devices):
         return np.stack([moments(pixels), moments(pixels[:, :, ::-1])], axis=1).astype(np.float32)
 
     return encode
+
+
+def write_idx(folder, split, images, labels):
+    """Images uint8 [N, H, W] and labels [N] as the IDX files of a split ("train" or "t10k")."""
+    folder.mkdir(exist_ok=True)
+    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+        header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+        (folder / f"{split}-{name}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
+    return folder

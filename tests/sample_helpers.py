@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import jax
 import numpy as np
@@ -31,3 +32,19 @@ def compiled_text(monkeypatch, params, labels=LABELS, **options) -> str:
     marjax.sample_latents(params, KEY, labels, **{**OPTIONS, **options})
     (arguments,) = calls
     return run.lower(*arguments).compile().as_text()
+
+
+def in_loops(text: str) -> list[str]:
+    """The instructions of an HLO module that run inside a loop: those of while bodies and of what they call."""
+    computations, reached = {}, set()
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):
+            lines = computations.setdefault(head[1], [])
+        elif line.startswith("  "):
+            lines.append(line.strip())
+    todo = re.findall(r"\bbody=%?([\w.-]+)", text)
+    while todo:
+        if (name := todo.pop()) not in reached:
+            reached.add(name)
+            todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.-]+)", "\n".join(computations[name]))
+    return [line for name in reached for line in computations[name]]

@@ -212,10 +212,10 @@ def denoiser(head, z, cfg):
     times = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule(NUM_STEPS).timestep_map))
     cond = dense(head["cond_embed"], z)
 
-    def denoise(x, row):
+    def denoise(cache, x, row):
         if x.shape[0] < z.shape[0]:
-            return guided(head, x, times[row], cond, cfg)[:2]
-        return jnp.split(diffusion_head.apply(head, x, times[row], cond), 2, axis=-1)
+            return cache, *guided(head, x, times[row], cond, cfg)[:2]
+        return cache, *jnp.split(diffusion_head.apply(head, x, times[row], cond), 2, axis=-1)
 
     return denoise
 
@@ -230,7 +230,9 @@ def sample(head, z, noise, temperature, cfg):
 def one_step(head, z, x, row, draw, temperature, cfg):
     """One step of the re-stated loop."""
     tables = {name: jnp.asarray(table)[row] for name, table in noise_schedule(NUM_STEPS).float32().items()}
-    mean, log_variance, x0 = diffusion.p_mean_variance(tables, x, *denoiser(head, z, cfg)(x, row), clip_denoised=False)
+    mean, log_variance, x0 = diffusion.p_mean_variance(
+        tables, x, *denoiser(head, z, cfg)(None, x, row)[1:], clip_denoised=False
+    )
     return jnp.where(row == 0, mean, mean + jnp.exp(log_variance / 2) * draw * temperature), x0
 
 
@@ -269,10 +271,10 @@ def test_sample_recovers_a_gaussian():
 
     @jit
     def run(noise):
-        def denoise(x, row):
+        def denoise(cache, x, row):
             a = signal[row]
             eps = jnp.sqrt(1 - a) * (x - jnp.sqrt(a) * mean) / (a * std**2 + 1 - a)
-            return eps, jnp.zeros_like(x)
+            return cache, eps, jnp.zeros_like(x)
 
         return diffusion.sample(denoise, noise, schedule, temperature=1.0, clip_denoised=False)
 
@@ -285,7 +287,10 @@ def test_clipped_sample_stays_in_range():
     """With clipping the last predicted x0, which step 0 returns, lies in [-1, 1] whatever the head says."""
     noise = np.random.default_rng(1).normal(size=(NUM_STEPS + 1, 5, 3)).astype(np.float32)
     run = functools.partial(
-        diffusion.sample, lambda x, row: (x - 3, x * 0), schedule=noise_schedule(NUM_STEPS), temperature=1.0
+        diffusion.sample,
+        lambda cache, x, row: (cache, x - 3, x * 0),
+        schedule=noise_schedule(NUM_STEPS),
+        temperature=1.0,
     )
     free, clipped = jit(lambda noise: [run(noise=noise, clip_denoised=clip) for clip in (False, True)])(noise)
     assert np.abs(free).max() > 2 and np.abs(clipped).max() <= 1 + 1e-5

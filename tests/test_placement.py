@@ -69,6 +69,40 @@ def test_four_devices_give_the_same_images_without_a_collective(batch, tmp_path)
     np.testing.assert_allclose(four["latents"], batch[:6], rtol=0, atol=1e-3)
 
 
+CACHES_SCRIPT = """
+import re, sys
+import jax, numpy as np
+sys.path.insert(0, sys.argv[1])
+jax.config.update("jax_default_matmul_precision", "highest")
+import sample_helpers as t
+class Patch:
+    def setattr(self, target, name, value):
+        setattr(target, name, value)
+out, run = {}, t.sample._run
+for name in ("lazymar:warmup=0,refresh_every=3", "marche:condition=on"):
+    options = {**t.OPTIONS, "accel": name, "num_iter": 8}
+    latents, trace = t.marjax.sample_latents(t.PARAMS, t.KEY, t.LABELS[:6], return_trace=True, **options)
+    text = t.compiled_text(Patch(), t.PARAMS, labels=t.LABELS[:6], **options)
+    t.sample._run = run
+    kinds = r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    out |= {f"{name}/latents": latents, f"{name}/positions": trace.positions}
+    out |= {f"{name}/collectives": re.findall(kinds, text), f"{name}/split": "num_partitions=4" in text}
+np.savez(sys.argv[2], **out)
+"""
+
+
+@pytest.mark.slow
+def test_caches_on_four_devices(tmp_path):
+    """The choice of positions gathers nothing across devices, and the trace comes back whole."""
+    four = with_four_devices(CACHES_SCRIPT, tmp_path)
+    for name in ("lazymar:warmup=0,refresh_every=3", "marche:condition=on"):
+        options = {**OPTIONS, "accel": name, "num_iter": 8, "return_trace": True}
+        latents, trace = marjax.sample_latents(PARAMS, KEY, LABELS[:6], **options)
+        assert four[f"{name}/split"] and four[f"{name}/collectives"].tolist() == []
+        np.testing.assert_array_equal(four[f"{name}/positions"], trace.positions)
+        np.testing.assert_allclose(four[f"{name}/latents"], latents, rtol=0, atol=1e-3)
+
+
 PLACEMENT_SCRIPT = """
 import sys
 import jax, numpy as np

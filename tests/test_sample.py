@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sample_helpers import CONFIG, KEY, LABELS, OPTIONS, PARAMS, compiled_text, sample
+from sample_helpers import CONFIG, KEY, LABELS, OPTIONS, PARAMS, compiled_text, in_loops, sample
 
 import marjax
 from marjax import codec, decode, diffusion_head, mar, vae
@@ -255,22 +255,6 @@ def test_images_of_a_latent_model():
     np.testing.assert_allclose(images, np.clip((decoded + 1) / 2, 0, 1), atol=1e-4)
     with pytest.raises(ValueError, match="carries no autoencoder; use sample_latents"):
         marjax.sample(params.replace(vae=None), KEY, [0], **OPTIONS)
-
-
-def in_loops(text: str) -> list[str]:
-    """The instructions of an HLO module that run inside a loop: those of while bodies and of what they call."""
-    computations, reached = {}, set()
-    for line in text.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):
-            lines = computations.setdefault(head[1], [])
-        elif line.startswith("  "):
-            lines.append(line.strip())
-    todo = re.findall(r"\bbody=%?([\w.-]+)", text)
-    while todo:
-        if (name := todo.pop()) not in reached:
-            reached.add(name)
-            todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.-]+)", "\n".join(computations[name]))
-    return [line for name in reached for line in computations[name]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

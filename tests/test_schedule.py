@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from marjax.accel import Accel
+from marjax.accel.plan import StepCost, plan_for
 from marjax.config import PRESETS
-from marjax.sample import plan_for, step_cost
 from marjax.schedule import BODY_COST, BUCKETS, MAX_BODIES, make_plan, starting_bucket, step_counts
 
 
@@ -127,7 +128,7 @@ def test_guidance_is_linear_or_constant():
 def test_planned_work_is_near_the_floor(preset):
     """The compiled bodies do at most 15 % more multiply-adds than steps without padding would."""
     config = PRESETS[preset]
-    cost = step_cost(config, 100)
+    cost = StepCost(config, Accel(), 100, guided=True).refresh_cost
     plan = plan_for(config, 64, 100)
     known, _ = step_counts(config.seq_len, 64)
     floor = cost(known[:-1], np.diff(known)).sum()

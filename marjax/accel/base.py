@@ -1,18 +1,25 @@
-"""What a cache policy is, and the policy that caches nothing.
+"""What an acceleration is: one policy per part of the model, and the policies that cache nothing.
 
-A policy is a frozen dataclass with two pure functions: `init` makes its cache (a pytree of arrays, carried through the
-decode loop) and `apply` computes one step from it. `decode.py` knows policies by this protocol alone.
+A token policy is a frozen dataclass. `init` makes its cache, a pytree of arrays that the decode loop carries; `full`
+computes everything and renews the cache; `cached` computes what it must. Which steps are which is known before tracing
+(`refresh`), and so is how many positions a cached step recomputes (`active_counts`). `decode.py` knows policies by this
+protocol alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from marjax import mar
+from marjax.accel import fields
+from marjax.accel.cost import decoder_cost, encoder_cost
+from marjax.accel.head import ExactHead, HeadPolicy
 from marjax.config import MARConfig
 from marjax.schedule import Rows, Segment
 from marjax.types import Array, PyTree
@@ -24,10 +31,11 @@ class StepInput:
 
     Attributes:
         params: `mar.init`'s tree, kernels in the compute dtype.
-        tokens: [B, >= S, D] in generation order; tokens from `rows.num_known` on are meaningless.
+        tokens: [B, >= S + Q, D] in generation order; tokens from `rows.num_known` on are meaningless.
         class_emb: [R, E].
         positions: position embeddings in generation order.
         rows: this step's numbers.
+        keys: [B] keys of the images, for policies that draw.
         config: the model's configuration.
         segment: static sizes.
     """
@@ -37,6 +45,7 @@ class StepInput:
     class_emb: Array
     positions: mar.Positions
     rows: Rows
+    keys: Array
     config: MARConfig = struct.field(pytree_node=False)
     segment: Segment = struct.field(pytree_node=False)
 
@@ -48,34 +57,142 @@ class StepInput:
         index = self.rows.num_known + jnp.arange(self.segment.predicted)
         return jnp.take(x, index, axis=1, mode="clip")
 
+    def decoder_input(self) -> Array:
+        """[R, N, E] from an encoder run over everything known."""
+        config, params, num_known, room = self.config, self.params, self.rows.num_known, self.segment.known
+        positions = self.positions
+        x = mar.embed(params, self.tokens[:, :room], self.class_emb, positions.encoder[:, : config.buffer_size + room])
+        encoded = mar.encode(params, config, x, num_known)
+        return mar.decoder_input(params, config, encoded, num_known, positions.decoder)
 
+    def random(self, count: int) -> Array:
+        """[R, count] uniform numbers that depend on the image and the step; halves of a guided batch share them."""
+
+        def draw(key: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(key, 2), self.rows.num_known)
+            return jax.random.uniform(key, (count,))
+
+        return jnp.tile(jax.vmap(draw)(self.keys), (self.class_emb.shape[0] // self.keys.shape[0], 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """Which decode steps refresh: the first ones, and then every so many.
+
+    Attributes:
+        warmup: steps 0 to `warmup` - 1; step 0 always does.
+        period: from step `warmup` on every `period`-th; None: none. 1 is exact.
+    """
+
+    warmup: int = 0
+    period: int | None = None
+
+    def __post_init__(self):
+        fields.integer(self, "warmup", at_least=0)
+        fields.integer(self, "period", at_least=1, optional=True)
+
+    def steps(self, num_iter: int) -> np.ndarray:
+        """[num_iter] bool."""
+        step = np.arange(num_iter)
+        later = np.zeros(num_iter, bool) if self.period is None else (step - self.warmup) % self.period == 0
+        return (step < max(self.warmup, 1)) | (later & (step >= self.warmup))
+
+
+PUBLISHED_REFRESH = Refresh(warmup=5, period=9)  # of LazyMAR
+
+
+@runtime_checkable
 class TokenPolicy(Protocol):
-    """How encoder and decoder are computed at each step."""
+    """How encoder and decoder are computed at each step.
 
-    def init(self, config: MARConfig, num_rows: int, dtype: jnp.dtype) -> PyTree:
-        """The cache before the first step; `num_rows` is R, `dtype` the compute dtype."""
+    Attributes:
+        refresh: which steps compute everything; None, for a policy without caches: all.
+    """
 
-    def apply(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array]:
-        """The cache after a step, and the decoder's output [R, P, E] for the tokens predicted now (before its norm)."""
+    refresh: Refresh | None
+
+    def check(self, config: MARConfig) -> None:
+        """Raises a ValueError for a model that the policy does not fit."""
+
+    def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
+        """[steps] positions that each step recomputes in its deep layers, if it is a cached one."""
+
+    def cached_cost(self, config: MARConfig, known, previous, active):
+        """Multiply-adds of encoder and decoder in a cached step of one row, elementwise over rooms (see `Segment`)."""
+
+    def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> PyTree:
+        """The cache before the first step.
+
+        Args:
+            config: the model's configuration.
+            rows: cached rows: R, or B if the condition cache drops the unconditional ones.
+            room: the most tokens that a cached step encodes.
+            dtype: the compute dtype.
+        """
+
+    def full(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array]:
+        """The cache after a refresh, and the decoder's output [R, S, E] (before its norm)."""
+
+    def cached(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array, Array | None]:
+        """A cached step.
+
+        Returns:
+            The cache after it; the decoder's output [R, P, E] for the tokens predicted now; and [R, N] bool, True at
+            the positions that were computed in the deep layers (None: everywhere).
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactTokens:
     """Encoder and decoder in full at every step, as the reference does."""
 
-    def init(self, config: MARConfig, num_rows: int, dtype: jnp.dtype) -> None:
-        """No cache."""
-        del config, num_rows, dtype
+    refresh: None = None
 
-    def apply(self, cache: None, step: StepInput) -> tuple[None, Array]:
+    def check(self, config: MARConfig) -> None:
+        """Fits every model."""
+        del config
+
+    def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
+        """Everything."""
+        del num_previous
+        return np.full(len(num_predicted), config.buffer_size + config.seq_len)
+
+    def cached_cost(self, config: MARConfig, known, previous, active):
+        """That of any step."""
+        del previous, active
+        return encoder_cost(config, known) + decoder_cost(config)
+
+    def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> None:
+        """No cache."""
+        del config, rows, room, dtype
+
+    def full(self, cache: None, step: StepInput) -> tuple[None, Array]:
         """The whole model on this step's known tokens."""
-        config, params, num_known = step.config, step.params, step.rows.num_known
-        room = step.segment.known
-        positions = step.positions
-        x = mar.embed(params, step.tokens[:, :room], step.class_emb, positions.encoder[:, : config.buffer_size + room])
-        encoded = mar.encode(params, config, x, num_known)
-        x = mar.decode(params, config, mar.decoder_input(params, config, encoded, num_known, positions.decoder))
-        return cache, step.predicted(x[:, config.buffer_size :])
+        x = mar.decode(step.params, step.config, step.decoder_input())
+        return cache, x[:, step.config.buffer_size :]
+
+    def cached(self, cache: None, step: StepInput) -> tuple[None, Array, None]:
+        """The same."""
+        cache, x = self.full(cache, step)
+        return cache, step.predicted(x), None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConditionCache:
+    """The condition cache of LazyMAR: at cached steps only the conditional half of a guided batch runs.
+
+    The unconditional output is the conditional one plus their difference at the last refresh. Without guidance there is
+    no such half, and the policy does nothing. Memory: S E float32 numbers for each image.
+
+    Attributes:
+        refresh: which steps run both halves. None: those at which the token cache refreshes, and without a token cache
+            the published ones, the first 5 and then every ninth. With a token cache no others are possible.
+    """
+
+    refresh: Refresh | None = None
+
+    def __post_init__(self):
+        fields.instance(self, "refresh", Refresh, optional=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +201,33 @@ class Accel:
 
     Attributes:
         tokens: how encoder and decoder are computed.
+        condition: how the unconditional half of a guided batch is; None: like the conditional one.
+        head: how the diffusion head is.
     """
 
     tokens: TokenPolicy = ExactTokens()
+    condition: ConditionCache | None = None
+    head: HeadPolicy = ExactHead()
+
+    def __post_init__(self):
+        fields.instance(self, "tokens", TokenPolicy)
+        fields.instance(self, "condition", ConditionCache, optional=True)
+        fields.instance(self, "head", HeadPolicy)
+        both = self.tokens.refresh, self.condition and self.condition.refresh
+        if None not in both and both[0] != both[1]:
+            raise ValueError(
+                f"Token and condition cache refresh together, but have refresh={both[0]!r} and {both[1]!r}; leave the "
+                "condition cache's out."
+            )
+
+    def check(self, config: MARConfig) -> None:
+        """Raises a ValueError for a model that a part does not fit."""
+        self.tokens.check(config)
+        self.head.check(config.diffloss_d)
+
+    def refresh_steps(self, num_iter: int, *, guided: bool) -> np.ndarray:
+        """[num_iter] bool: the steps that compute everything."""
+        refresh = self.tokens.refresh
+        if refresh is None and self.condition is not None and guided:
+            refresh = self.condition.refresh or PUBLISHED_REFRESH
+        return np.ones(num_iter, bool) if refresh is None else refresh.steps(num_iter)

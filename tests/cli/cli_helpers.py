@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from pathlib import Path
 
 import jax
@@ -40,12 +39,3 @@ def random_model(config):
 def read(path):
     with Image.open(path) as image:
         return np.asarray(image)
-
-
-def write_idx(folder, split, images, labels):
-    """Images uint8 [N, H, W] and labels [N] as the IDX files of a split ("train" or "t10k")."""
-    folder.mkdir(exist_ok=True)
-    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-        header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-        (folder / f"{split}-{name}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
-    return folder

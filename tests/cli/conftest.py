@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cli_helpers import TINY, random_model, write_idx
+from cli_helpers import TINY, random_model
+from helpers import write_idx
 from jax.experimental.compilation_cache import compilation_cache
 
 from marjax import cli_sample

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from cli_helpers import FAST, FAST_OPTIONS, ROOT, TINY, random_model, read, write_idx
+from cli_helpers import FAST, FAST_OPTIONS, ROOT, TINY, random_model, read
+from helpers import write_idx
 
 from marjax import cli_sample, metrics
 from marjax.checkpoint import load, save
@@ -129,6 +130,14 @@ def test_sample_directory_refuses_other_options(marjax, refused, model, calls, t
     save(random_model(TINY).replace(config=other), tmp_path / "other")
     assert "(different: model)" in refused(*command, "--model", tmp_path / "other", "--cfg", 1)
     assert "is not empty and holds no options.json" in refused("sample", "--model", model, "--out", tmp_path)
+    assert len(calls) == 1
+
+
+def test_sample_directory_knows_an_acceleration_in_other_words(marjax, refused, model, calls):
+    command = ("sample", "--model", model, "--out", "samples", "--accel")
+    assert marjax(*command, "none:condition=on")[0] == 0
+    assert "were there already" in marjax(*command, "none: head=off, condition = on")[1]
+    assert "(different: accel)" in refused(*command, "none:condition=on,warmup=2")
     assert len(calls) == 1
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from cli_helpers import FAST, FAST_OPTIONS, NAMES, SIZES, TINY, random_model, read, write_idx
+from cli_helpers import FAST, FAST_OPTIONS, NAMES, SIZES, TINY, random_model, read
+from helpers import write_idx
 from PIL import Image
 
 from marjax import cli_train

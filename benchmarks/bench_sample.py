@@ -1,0 +1,121 @@
+"""Seconds per image of sampling, for every combination of the accelerations and dtypes asked for, in one run.
+
+    python benchmarks/bench_sample.py                                         # shipped model, none, lazymar, marche
+    python benchmarks/bench_sample.py --model mar_base --batch-size 4 --dtype bfloat16 --no-warm-up
+    python benchmarks/bench_sample.py --accel none --dtype float32 bfloat16 --batch-size 10
+
+Runs are interleaved, and ratios are those of runs of one round. FLOPs are the plan's: products only, padding included.
+Presets other than the shipped model get random weights, on which every acceleration takes as long as on trained ones.
+The last line of the output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import jax
+import numpy as np
+from timing import interleaved, machine, ratios, spread
+
+import marjax
+from marjax import mar
+from marjax.accel import resolve
+from marjax.accel.plan import StepCost, flops_per_image, plan_for
+from marjax.arguments import default_num_iter
+from marjax.cli_options import positive
+from marjax.noise_schedule import noise_schedule
+from marjax.types import DTYPES, MARParams
+
+
+def load_model(name: str) -> MARParams:
+    """A preset with random weights, or a model that `marjax.load` knows; the shipped model has real weights.
+
+    Raises:
+        ValueError, OSError: as `marjax.load`.
+    """
+    if name in marjax.PRESETS and name != "fashion_mnist":
+        config = marjax.get_preset(name)
+        tree = jax.jit(lambda key: mar.init(config, key))(jax.random.key(0))
+        # Fresh adaLN and output layers are zero, which would make the head's products trivial.
+        tree = jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(jax.random.key(1), leaf.shape), tree)
+        return MARParams(mar=tree, vae=None, config=config)
+    return marjax.load(name)
+
+
+def flops(params: MARParams, accel: str, num_iter: int | None, num_sampling_steps: int | None, cfg: float) -> float:
+    """FLOPs per image, by the plan.
+
+    Raises:
+        ValueError: if the acceleration is unknown, or does not fit the model.
+    """
+    config, num_steps = params.config, num_sampling_steps or params.config.num_sampling_steps
+    num_steps, guided = noise_schedule(str(num_steps)).num_steps, cfg != 1.0
+    num_iter, policy = num_iter or default_num_iter(config), resolve(accel)
+    plan = plan_for(config, num_iter, num_steps, accel=policy, guided=guided)
+    return flops_per_image(plan, StepCost(config, policy, num_steps, guided))
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="fashion_mnist")
+    parser.add_argument("--accel", nargs="+", default=["none", "lazymar", "marche"])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
+    parser.add_argument("--batch-size", type=positive, default=20)
+    parser.add_argument("--num-iter", type=positive, help="default: 64")
+    parser.add_argument("--num-sampling-steps", type=positive, help="default: the model's")
+    parser.add_argument("--cfg", type=float, help="default: the model's")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--no-warm-up", action="store_true", help="time the first runs too, less their compilation")
+    parser.add_argument("--quick", action="store_true", help="4 decode steps of 10 diffusion steps, one repeat")
+    options = parser.parse_args()
+    if options.quick:
+        options.num_iter, options.num_sampling_steps, options.repeats = 4, 10, 1
+
+    accels, steps = list(dict.fromkeys(options.accel)), (options.num_iter, options.num_sampling_steps)
+    try:
+        params = load_model(options.model)
+        cfg = params.config.cfg if options.cfg is None else options.cfg
+        work = {accel: flops(params, accel, *steps, cfg) for accel in accels}
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    labels = np.arange(options.batch_size) % params.config.class_num
+    combinations = [(accel, dtype) for dtype in dict.fromkeys(options.dtype) for accel in accels]
+
+    def variant(accel: str, dtype: str):
+        return lambda seed: marjax.sample_latents(
+            params,
+            jax.random.key(seed),
+            labels,
+            accel=accel,
+            dtype=dtype,
+            cfg=cfg,
+            num_iter=options.num_iter,
+            num_sampling_steps=options.num_sampling_steps,
+        )
+
+    variants = {f"{accel} {dtype}": variant(accel, dtype) for accel, dtype in combinations}
+    timings = interleaved(variants, options.repeats, warm_up=not options.no_warm_up)
+    base = next(iter(variants))
+    shares = ratios(timings, base)
+    print(f"{'':40s} {'s/image':>9s} {'images/s':>9s} {'compile':>8s} {'TFLOP/image':>12s}  share of {base}")
+    results = {}
+    for (accel, _), (name, timing) in zip(combinations, timings.items(), strict=True):
+        each = timing.median / len(labels)
+        print(
+            f"{name:40s} {each:9.3f} {1 / each:9.3f} {timing.compile_seconds:7.1f}s {work[accel] / 1e12:12.3f}  "
+            f"{spread(shares[name])}"
+        )
+        results[name] = {
+            "seconds": timing.seconds,
+            "seconds_per_image": each,
+            "compile_seconds": timing.compile_seconds,
+            "flops_per_image": work[accel],
+            "ratios": shares[name],
+        }
+    print(json.dumps({**vars(options), "cfg": cfg, **machine(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

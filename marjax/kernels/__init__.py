@@ -1,0 +1,1 @@
+"""Attention kernels: one reference, and faster implementations per backend."""

@@ -1,0 +1,103 @@
+"""The benchmarks run, and what they write can be read: small numbers, real code."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import write_idx
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def idx_data(tmp_path):
+    with np.load(Path(__file__).parent / "data" / "fashion_mnist_test64.npz") as file:
+        return write_idx(tmp_path / "data", "t10k", file["images"][..., 0], file["labels"])
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a benchmark's main function; returns what it prints."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def run(name: str, *options: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
+        importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_bench_sample(run):
+    options = ("--num-iter", 6, "--num-sampling-steps", 2, "--batch-size", 2, "--repeats", 2)
+    out = run("bench_sample", *options, "--accel", "none", "marche", "--dtype", "bfloat16", "float32")
+    record = json.loads(out.splitlines()[-1])
+    assert list(record["results"]) == ["none bfloat16", "marche bfloat16", "none float32", "marche float32"]
+    exact, cached = (record["results"][name] for name in ("none bfloat16", "marche bfloat16"))
+    assert cached["flops_per_image"] < exact["flops_per_image"] == record["results"]["none float32"]["flops_per_image"]
+    assert len(cached["seconds"]) == 2 and cached["compile_seconds"] > 0 and exact["ratios"] == [1.0, 1.0]
+    assert cached["ratios"] == [a / b for a, b in zip(cached["seconds"], exact["seconds"], strict=True)]
+
+
+def test_fidelity(run, tmp_path, idx_data):
+    out, options = tmp_path / "out", ("--num-iter", 3, "--num-paired", 8, "--batch-size", 4, "--repeats", 1)
+    options = ("--data", idx_data, "--work", tmp_path / "work", "--out", out, *options, "--accel", "none", "marche")
+    run("fidelity", *options)
+    record = json.loads((out / "fidelity.json").read_text())
+    exact, cached = record["rows"]
+    assert exact["latent_error"] == 0 < cached["latent_error"] and cached["count"] == 8
+    assert cached["flops"] < exact["flops"] and exact["ratios"] == [1.0]
+    assert "| marche | `marche` | 3 |" in (out / "fidelity.md").read_text()
+    assert (out / "fidelity.png").stat().st_size > 1000
+    images = {file: file.stat().st_mtime_ns for file in (tmp_path / "work").glob("*.npz")}
+    assert len(images) == 2
+    run("fidelity", *options, "--only", "images")  # nothing is missing
+    assert images == {file: file.stat().st_mtime_ns for file in images}
+    run("fidelity", *options, "--num-paired", 12)  # the first 8 are kept
+    more = json.loads((out / "fidelity.json").read_text())["rows"]
+    assert [row["count"] for row in more] == [12, 12] and more[0]["latent_error"] == 0
+    assert 0.3 < more[1]["latent_error"] / cached["latent_error"] < 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fidelity", ("--data", "nowhere"), "nowhere"),
+        ("fidelity", ("--data", "DATA", "--accel", "none", "marche:bugdet=20"), "unknown option 'bugdet'"),
+        ("fidelity", ("--data", "DATA", "--repeats", "0"), "must be a positive integer"),
+        ("fidelity", ("--data", "DATA", "--work", "WORK", "--dtype", "float32"), "holds images of"),
+        ("bench_sample", ("--accel", "none", "marchee"), "Unknown accel 'marchee'"),
+        ("bench_sample", ("--model", "mar_bas"), "mar_bas"),
+        ("redundancy", ("--num-iter", "1"), "give at least 2"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(name, options, message, run, idx_data, tmp_path, capsys):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "settings.json").write_text("{}")
+    known = {"DATA": str(idx_data), "WORK": str(work)}
+    with pytest.raises(SystemExit, match="2"):
+        run(name, *(known.get(option, option) for option in options))
+    assert message in capsys.readouterr().err
+
+
+def test_redundancy(run, tmp_path):
+    run("redundancy", "--num-images", 2, "--num-iter", 4, "--out", tmp_path)
+    record = json.loads((tmp_path / "redundancy.json").read_text())
+    measured = {name: np.array(values, float) for name, values in record["measured"].items()}
+    now, last, earlier, masked, buffers = range(5)
+    assert record["groups"][masked] == "still masked" and measured["k"].shape == (3, 6, 5)
+    # What the decoder is given for a masked token never changes; for one that was just decoded it does.
+    np.testing.assert_allclose(measured["input"][:, now], 1, atol=1e-5)
+    np.testing.assert_allclose(measured["input"][:2, masked], 1, atol=1e-5)
+    assert np.isnan(measured["input"][2, masked]) and (measured["input"][:, last] < 0.9).all()
+    assert (measured["input"][1:, earlier] > measured["input"][1:, last]).all()
+    assert np.isfinite(measured["v"][..., buffers]).all() and (measured["residual"] > 0).all()
+    assert len(list(tmp_path.glob("*.png"))) == 3
