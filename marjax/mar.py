@@ -229,13 +229,17 @@ def run_blocks(
     if (start, stop) == (0, depth):
         return lax.scan(lambda x, layer: (step(x, *layer), None), x, (stack, keys), unroll=unroll)[0]
 
-    # Indexing the whole stack: a scan over a sliced sub-stack would copy that sub-stack first.
     def indexed(x: Array, layer) -> tuple[Array, None]:
         index, layer_key = layer
-        params = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
-        return step(x, params, layer_key), None
+        return step(x, layer_params(stack, index), layer_key), None
 
     return lax.scan(indexed, x, (jnp.arange(start, stop), keys), unroll=unroll)[0]
+
+
+def layer_params(stack: PyTree, index: int | Array) -> PyTree:
+    """One layer of a depth-stacked tree."""
+    # Indexing the whole stack: a scan over a sliced sub-stack would copy that sub-stack first.
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
 
 
 def _block_step(stack: PyTree, num_heads: int, key_mask: Array | None, dropout: Dropout | None) -> Callable:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import write_idx
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plots]'")
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

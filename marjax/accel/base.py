@@ -57,13 +57,17 @@ class StepInput:
         index = self.rows.num_known + jnp.arange(self.segment.predicted)
         return jnp.take(x, index, axis=1, mode="clip")
 
+    def encoder_input(self) -> Array:
+        """[R, buffers + K, E] of everything known, and padding."""
+        room = self.segment.known
+        positions = self.positions.encoder[:, : self.config.buffer_size + room]
+        return mar.embed(self.params, self.tokens[:, :room], self.class_emb, positions)
+
     def decoder_input(self) -> Array:
         """[R, N, E] from an encoder run over everything known."""
-        config, params, num_known, room = self.config, self.params, self.rows.num_known, self.segment.known
-        positions = self.positions
-        x = mar.embed(params, self.tokens[:, :room], self.class_emb, positions.encoder[:, : config.buffer_size + room])
-        encoded = mar.encode(params, config, x, num_known)
-        return mar.decoder_input(params, config, encoded, num_known, positions.decoder)
+        num_known = self.rows.num_known
+        encoded = mar.encode(self.params, self.config, self.encoder_input(), num_known)
+        return mar.decoder_input(self.params, self.config, encoded, num_known, self.positions.decoder)
 
     def random(self, count: int) -> Array:
         """[R, count] uniform numbers that depend on the image and the step; halves of a guided batch share them."""

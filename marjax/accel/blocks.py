@@ -6,7 +6,6 @@ and all updates are slices.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -15,6 +14,7 @@ from jax import lax
 from marjax.accel.base import StepInput
 from marjax.kernels.two_path_attention import two_path_attention
 from marjax.layers import Block, attention
+from marjax.mar import layer_params
 from marjax.types import Array, PyTree
 
 
@@ -78,8 +78,7 @@ class KeysValues:
 
 def block(stack: PyTree, num_heads: int, index: int | Array) -> Block:
     """One layer of a depth-stacked tree, whose parts can be called."""
-    # Indexing the whole stack: a slice of it would be copied.
-    params = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
+    params = layer_params(stack, index)
     dim, hidden = params["fc1"]["kernel"].shape
     return Block(dim, num_heads, hidden).bind({"params": params})
 
@@ -163,56 +162,48 @@ def choose(score: Array, step: StepInput, *, generating: bool = True, caching: b
     return Active.of(index, valid, score.shape[1])
 
 
-def attend_active(
-    layer: Block, x: Array, active: Active, cache: KeysValues, number: Array, *, two_path: bool
-) -> tuple[Array, KeysValues]:
-    """Attention of active rows x [R, A, E] to one another and to what else is cached, added to x.
-
-    Args:
-        layer: the layer.
-        x: its input.
-        active: which positions the rows are.
-        cache: of some layers.
-        number: which of them this is.
-        two_path: attend to fresh and to cached keys apart, instead of to the renewed cache; the result is the same.
-
-    Returns:
-        [R, A, E], and the cache with the active positions' fresh keys and values.
-    """
-    q, k, v = layer.project_qkv(x)
-    # Written first, then read: the other way round XLA would copy the whole cache.
-    old = cache.layer(number)
-    cache = cache.write(number, *(_floats(active.put(_bits(a), _bits(b))) for a, b in zip(old, (k, v), strict=True)))
-    lent = cache.layer(number)
-    if two_path:
-        attended = two_path_attention(q, k, v, *lent, fresh_mask=active.valid, cached_mask=~active.chosen)
-    else:
-        attended = attention(q, *lent)
-    return layer.add_attention(x, attended), cache
-
-
 def run_active(
-    stack: PyTree, x: Array, active: Active, cache: KeysValues, *, num_heads: int, start: int, two_path: bool
+    stack: PyTree,
+    x: Array,
+    active: Active,
+    cache: KeysValues,
+    *,
+    num_heads: int,
+    start: int,
+    two_path: bool,
+    every_mlp: bool = False,
 ) -> tuple[Array, KeysValues]:
-    """Layers over the active rows only; everything else lends its cached keys and values.
+    """Layers over the active rows; everything else lends its cached keys and values.
 
     Args:
         stack: block parameters, each leaf [L, ...].
-        x: [R, A, E] active rows.
-        active: which positions they are.
+        x: [R, A, E] active rows; with `every_mlp` all rows [R, N, E].
+        active: which positions the active ones are.
         cache: of layers [start, L), over all positions.
         num_heads: attention heads.
         start: first layer.
-        two_path: as in `attend_active`.
+        two_path: attend to fresh and to cached keys apart, instead of to the renewed cache; the result is the same.
+        every_mlp: run the MLPs on all rows, those of inactive positions on a stream without attention.
 
     Returns:
-        [R, A, E], and the cache with the active positions' fresh keys and values.
+        x after the layers, and the cache with the active positions' fresh keys and values.
     """
 
     def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
         x, cache = carry
         layer = block(stack, num_heads, start + number)
-        x, cache = attend_active(layer, x, active, cache, number, two_path=two_path)
-        return (layer.add_mlp(x), cache), None
+        rows = active.gather(x) if every_mlp else x
+        q, k, v = layer.project_qkv(rows)
+        # Written first, then read: the other way round XLA would copy the whole cache.
+        old = cache.layer(number)
+        renewed = (_floats(active.put(_bits(a), _bits(b))) for a, b in zip(old, (k, v), strict=True))
+        cache = cache.write(number, *renewed)
+        lent = cache.layer(number)
+        if two_path:
+            attended = two_path_attention(q, k, v, *lent, fresh_mask=active.valid, cached_mask=~active.chosen)
+        else:
+            attended = attention(q, *lent)
+        rows = layer.add_attention(rows, attended)
+        return (layer.add_mlp(active.put(x, rows) if every_mlp else rows), cache), None
 
     return lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]

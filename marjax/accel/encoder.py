@@ -48,10 +48,8 @@ def refresh(cache: EncoderCache, step: StepInput) -> tuple[EncoderCache, Array]:
     Returns:
         The cache, of as many rows as it has, and the decoder's input [R, N, E] of all rows.
     """
-    config, params, room = step.config, step.params, step.segment.known
-    kept = cache.output.shape[0]
-    positions = step.positions.encoder[:, : config.buffer_size + room]
-    x = mar.embed(params, step.tokens[:, :room], step.class_emb, positions)
+    config, params, kept = step.config, step.params, cache.output.shape[0]
+    x = step.encoder_input()
     mask = jnp.arange(x.shape[1])[None] < config.buffer_size + step.rows.num_known
     x, layers = blocks.run(
         params["encoder_blocks"], x, cache.layers, num_heads=config.encoder_num_heads, start=0, key_mask=mask

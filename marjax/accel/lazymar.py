@@ -22,7 +22,7 @@ from flax import struct
 
 from marjax import mar
 from marjax.accel import blocks, encoder, fields
-from marjax.accel.base import Refresh, StepInput
+from marjax.accel.base import PUBLISHED_REFRESH, Refresh, StepInput
 from marjax.accel.blocks import KeysValues, choose
 from marjax.accel.cost import layer_cost
 from marjax.accel.encoder import EncoderCache
@@ -66,7 +66,7 @@ class LazyTokens:
         slack: tokens kept at least, beyond those predicted now and in the step before.
     """
 
-    refresh: Refresh = Refresh(warmup=5, period=9)
+    refresh: Refresh = PUBLISHED_REFRESH
     prune_layer: int = 3
     shares: tuple[tuple[int, float], ...] = PUBLISHED_SHARES
     slack: int = 15

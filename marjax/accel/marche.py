@@ -176,13 +176,12 @@ class ActiveTokens:
         q, k, v = layer.project_qkv(x)
         x = layer.add_mlp(layer.add_attention(x, attention(q, k, v)))
         active = self._choose(received(q, k, step), step)
+        options = {"num_heads": heads, "start": self.decision_layer, "two_path": True}
         if self.skip_mlp:
-            rows, deep = blocks.run_active(
-                stack, active.gather(x), active, cache.deep, num_heads=heads, start=self.decision_layer, two_path=True
-            )
+            rows, deep = blocks.run_active(stack, active.gather(x), active, cache.deep, **options)
             x = active.put(x, rows)
         else:
-            x, deep = self._run_every_mlp(stack, x, active, cache.deep, heads)
+            x, deep = blocks.run_active(stack, x, active, cache.deep, every_mlp=True, **options)
         cache = ActiveCache(encoder=enc, deep=deep)
         return cache, step.predicted(x[:, config.buffer_size :]), active.chosen
 
@@ -195,19 +194,6 @@ class ActiveTokens:
         if self.buffers != "scored":
             score = jnp.where(is_buffer, jnp.inf if self.buffers == "always" else -jnp.inf, score)
         return choose(score, step, generating=self.include_generating, caching=self.include_caching)
-
-    def _run_every_mlp(
-        self, stack, x: Array, active: Active, cache: KeysValues, heads: int
-    ) -> tuple[Array, KeysValues]:
-        """As `blocks.run_active`, but every token runs the MLPs, inactive ones on a stream without attention."""
-
-        def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
-            x, cache = carry
-            layer = blocks.block(stack, heads, self.decision_layer + number)
-            rows, cache = blocks.attend_active(layer, active.gather(x), active, cache, number, two_path=True)
-            return (layer.add_mlp(active.put(x, rows)), cache), None
-
-        return jax.lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]
 
 
 def received(q: Array, k: Array, step: StepInput) -> Array:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accel_helpers import BATCH, forced_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_helpers import CONFIG, KEY, LABELS, PARAMS
-from test_marche import BATCH, forced_steps
 
 import marjax
 from marjax import Accel, ActiveTokens, ConditionCache, HeadCache, LazyTokens, Refresh, mar
