@@ -106,7 +106,7 @@ class LazyTokens:
         encoded = layer_cost(rows, reach, config.encoder_embed_dim, config.encoder_depth, ratio)
         early = layer_cost(total, total, dim, self.prune_layer, ratio)
         pruning = layer_cost(total, total, dim, 1, ratio, mlp_rows=active)
-        deep = layer_cost(active, total + active, dim, config.decoder_depth - 1 - self.prune_layer, ratio)
+        deep = layer_cost(active, total, dim, config.decoder_depth - 1 - self.prune_layer, ratio)
         return encoded + early + pruning + deep
 
     def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> LazyCache:
