@@ -25,7 +25,7 @@ from jax import lax
 from marjax import diffusion, diffusion_head, mar
 from marjax.accel import transformer
 from marjax.accel.base import Accel, StepInput
-from marjax.accel.head import HeadInput
+from marjax.accel.head import HeadInput, steps_at_once
 from marjax.accel.trace import Trace
 from marjax.accel.trace import to_image_order as trace_in_image_order
 from marjax.config import MARConfig
@@ -97,9 +97,10 @@ def decode(
     def sample_tokens(z: Array, step: Rows, num_predicted: int) -> Array:
         """Z [R, P, E] -> tokens [B, P, D]."""
         cond = dense(head["cond_embed"], z.reshape(-1, z.shape[-1]))
+        num_steps = noise_schedule.num_steps
 
-        def denoise(cache: PyTree, x: Array, row: Array) -> tuple[PyTree, Array, Array]:
-            evaluation = HeadInput(head, x, time[row], cond, row, noise_schedule.num_steps)
+        def denoise(cache: PyTree, x: Array, row: Array, prepared: PyTree) -> tuple[PyTree, Array, Array]:
+            evaluation = HeadInput(head, x, time[row], cond, row, prepared, num_steps)
             cache, eps_c, eps_u, v = accel.head.apply(cache, evaluation)
             # Only the conditional half's variance is ever used: both halves go on from its sample.
             return cache, eps_c if eps_u is None else eps_u + guidance(step) * (eps_c - eps_u), v
@@ -111,6 +112,8 @@ def decode(
             temperature=temperature,
             clip_denoised=config.clip_denoised,
             cache=accel.head.init(head, batch * num_predicted, guided=guidance is not None),
+            prepare=lambda rows: accel.head.prepare(head, time[rows], cond, batch * num_predicted),
+            at_once=steps_at_once(num_steps, cond.shape[0]),
         )
         return tokens.reshape(batch, num_predicted, -1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -41,40 +42,52 @@ def p_mean_variance(
 
 
 def sample(
-    denoise: Callable[[PyTree, Array, int | Array], tuple[PyTree, Array, Array]],
+    denoise: Callable[[PyTree, Array, int | Array, PyTree], tuple[PyTree, Array, Array]],
     noise: Array,
     schedule: NoiseSchedule,
     *,
     temperature: float | Array,
     clip_denoised: bool,
     cache: PyTree = None,
+    prepare: Callable[[Array], PyTree] | None = None,
+    at_once: int = 1,
 ) -> Array:
-    """Ancestral sampling of tokens, one `lax.scan` from the last kept step to step 0.
+    """Ancestral sampling of tokens, from the last kept step to step 0.
 
     Args:
-        denoise: (cache, x [R, D], row of the schedule, a traced int) -> (cache, eps [R, D], v [R, D]).
+        denoise: (cache, x [R, D], row of the schedule, a traced int, what was prepared for it) -> (cache, eps [R, D],
+            v [R, D]).
         noise: [T + 1, R, D] standard normal: the initial x, then the draw of each step, T-1 first. The draw of step
             0 is not used (nothing is added there).
         schedule: tables of the T visited steps.
         temperature: scales the noise added at each step; not the initial noise.
         clip_denoised: as in `p_mean_variance`.
         cache: what `denoise` is given at the first step.
+        prepare: rows [n] of the schedule -> what `denoise` needs at them that does not depend on x, arrays [n, ...].
+        at_once: for how many steps to prepare at once; a divisor of T.
 
     Returns:
         [R, D] float32 samples.
     """
     num_steps = schedule.num_steps
     tables = {name: jnp.asarray(table[::-1]) for name, table in schedule.float32().items()}
-    rows = jnp.arange(num_steps - 1, -1, -1)
+    steps = (jnp.arange(num_steps - 1, -1, -1), tables, noise[1:])
 
     def step(carry: tuple[Array, PyTree], per_step) -> tuple[tuple[Array, PyTree], None]:
-        (x, cache), (row, table, draw) = carry, per_step
-        cache, eps, v = denoise(cache, x, row)
+        (x, cache), ((row, table, draw), prepared) = carry, per_step
+        cache, eps, v = denoise(cache, x, row, prepared)
         mean, log_variance, _ = p_mean_variance(table, x, eps, v, clip_denoised=clip_denoised)
         added = jnp.exp(0.5 * log_variance) * draw * temperature
         return (mean + jnp.where(row > 0, added, 0.0), cache), None
 
-    return lax.scan(step, (noise[0], cache), (rows, tables, noise[1:]))[0][0]
+    def some_steps(carry: tuple[Array, PyTree], steps) -> tuple[tuple[Array, PyTree], None]:
+        return lax.scan(step, carry, (steps, None if prepare is None else prepare(steps[0])))
+
+    carry = (noise[0], cache)
+    if at_once == num_steps:
+        return some_steps(carry, steps)[0][0]
+    parts = jax.tree.map(lambda x: x.reshape(num_steps // at_once, at_once, *x.shape[1:]), steps)
+    return lax.scan(some_steps, carry, parts)[0][0]
 
 
 def add_noise(x0: Array, t: Array, noise: Array) -> Array:

@@ -15,6 +15,7 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from marjax.layers import Dense, LayerNorm, dense, layer_norm
 from marjax.types import Array, PyTree
@@ -40,19 +41,16 @@ class ResBlock(nn.Module):
         self.mlp_2 = Dense(self.width)
         self.adaLN = Dense(3 * self.width, kernel_init=_ZEROS)
 
-    def modulation(self, silu_y: Array) -> tuple[Array, Array, Array]:
-        """[R, W] activated conditioning -> shift, scale, gate, each [R, W]."""
-        return tuple(jnp.split(self.adaLN(silu_y), 3, axis=-1))
-
-    def mlp(self, h: Array, shift: Array, scale: Array) -> Array:
-        """The MLP of the modulated norm of h, each [R, W]."""
+    def mlp(self, h: Array, modulation: Array) -> tuple[Array, Array]:
+        """The MLP of the modulated norm of h [R, W], and its gate [R, W]; `modulation` [R, 3 W] is `adaLN`'s."""
+        shift, scale, gate = jnp.split(modulation, 3, axis=-1)
         u = self.in_ln(h) * (1 + scale) + shift
-        return self.mlp_2(nn.silu(self.mlp_0(u)))
+        return self.mlp_2(nn.silu(self.mlp_0(u))), gate
 
     def __call__(self, h: Array, silu_y: Array) -> Array:
         """[R, W] hidden rows and [R, W] activated conditioning -> [R, W]."""
-        shift, scale, gate = self.modulation(silu_y)
-        return h + gate * self.mlp(h, shift, scale)
+        out, gate = self.mlp(h, self.adaLN(silu_y))
+        return h + gate * out
 
 
 class FinalLayer(nn.Module):
@@ -70,9 +68,14 @@ class FinalLayer(nn.Module):
         self.linear = Dense(self.out_dim, kernel_init=_ZEROS)
         self.adaLN = Dense(2 * self.width, kernel_init=_ZEROS)
 
-    def __call__(self, h: Array, silu_y: Array) -> Array:
-        shift, scale = jnp.split(self.adaLN(silu_y), 2, axis=-1)
+    def output(self, h: Array, modulation: Array) -> Array:
+        """[R, W] hidden rows and [R, 2 W] modulation -> [R, 2 D]."""
+        shift, scale = jnp.split(modulation, 2, axis=-1)
         return self.linear(layer_norm(h) * (1 + scale) + shift)
+
+    def __call__(self, h: Array, silu_y: Array) -> Array:
+        """[R, W] hidden rows and [R, W] activated conditioning -> [R, 2 D]."""
+        return self.output(h, self.adaLN(silu_y))
 
 
 def init(key: Array, *, token_dim: int, cond_dim: int, depth: int, width: int) -> PyTree:
@@ -120,6 +123,32 @@ def unstack(params: PyTree) -> PyTree:
     return {**params, "res_blocks": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(depth))}
 
 
+@struct.dataclass
+class Modulations:
+    """What the conditioning does to a head: shifts, scales and gates. They do not depend on the noisy token.
+
+    Attributes:
+        blocks: per block, [..., 3 W]; None for a block that is not wanted.
+        final: [..., 2 W].
+    """
+
+    blocks: tuple[Array | None, ...]
+    final: Array
+
+
+def modulations(params: PyTree, time: Array, cond: Array, wanted: tuple[bool, ...] | None = None) -> Modulations:
+    """Modulations of every wanted block (None: all), for [..., W] `time_embedding` and `cond_embed` of z."""
+    silu_y = nn.silu(time + cond)
+    wanted = wanted or (True,) * len(params["res_blocks"])
+    return Modulations(
+        blocks=tuple(
+            dense(block["adaLN"], silu_y) if want else None
+            for block, want in zip(params["res_blocks"], wanted, strict=True)
+        ),
+        final=dense(params["final_layer"]["adaLN"], silu_y),
+    )
+
+
 def apply(params: PyTree, x: Array, time: Array, cond: Array) -> Array:
     """Noise and variance predictions for rows of noisy tokens.
 
@@ -132,12 +161,21 @@ def apply(params: PyTree, x: Array, time: Array, cond: Array) -> Array:
     Returns:
         [R, 2 D] float32: D noise predictions, then D variance interpolations.
     """
-    silu_y = nn.silu(time + cond)
-    h = dense(params["input_proj"], x)
-    h = jnp.tile(h, (cond.shape[0] // x.shape[0], 1))
-    for block in params["res_blocks"]:
-        h = bound(block)(h, silu_y)
-    return output(params, h, silu_y)
+    return modulated(params, x, modulations(params, time, cond))
+
+
+def modulated(params: PyTree, x: Array, modulations: Modulations) -> Array:
+    """What `apply` does once the modulations [R, ...] are known."""
+    h = first(params, x, modulations.final.shape[0])
+    for block, modulation in zip(params["res_blocks"], modulations.blocks, strict=True):
+        out, gate = bound(block).mlp(h, modulation)
+        h = h + gate * out
+    return output(params, h, modulations.final)
+
+
+def first(params: PyTree, x: Array, rows: int) -> Array:
+    """[r, D] noisy tokens -> [R, W], the blocks' input; R, a multiple of r, is `rows`."""
+    return jnp.tile(dense(params["input_proj"], x), (rows // x.shape[0], 1))
 
 
 def bound(block: PyTree) -> ResBlock:
@@ -145,7 +183,8 @@ def bound(block: PyTree) -> ResBlock:
     return ResBlock(block["mlp_0"]["bias"].shape[-1]).bind({"params": block})
 
 
-def output(params: PyTree, h: Array, silu_y: Array) -> Array:
-    """[R, W] rows after the blocks, and activated conditioning -> [R, 2 D] float32."""
+def output(params: PyTree, h: Array, modulation: Array) -> Array:
+    """[R, W] rows after the blocks, and the last modulation [R, 2 W] -> [R, 2 D] float32."""
     final = params["final_layer"]
-    return FinalLayer(final["linear"]["bias"].shape[-1], h.shape[-1]).apply({"params": final}, h, silu_y)
+    layer = FinalLayer(final["linear"]["bias"].shape[-1], h.shape[-1])
+    return layer.apply({"params": final}, h, modulation, method="output")

@@ -93,13 +93,50 @@ def attention(
     Returns:
         [B, M, H * Dh] float32.
     """
-    q, k, v = (jnp.swapaxes(part, 1, 2) for part in (q, k, v))  # [B, H, M or N, Dh]
-    scores_bhmn = matmul(q, transposed(k))
-    if key_mask is not None:
-        scores_bhmn = jnp.where(key_mask[..., None, None, :], scores_bhmn, -jnp.inf)
-    weights_bhmn = dropout(jax.nn.softmax(scores_bhmn, axis=-1), drop, key)
-    out = jnp.swapaxes(matmul(weights_bhmn.astype(v.dtype), v), 1, 2)
+    out = _attention(q, k, v, key_mask) if key is None else _attention_in_training(q, k, v, key_mask, drop, key)
     return out.reshape(*out.shape[:2], -1)
+
+
+@jax.custom_vjp
+def _attention(q: Array, k: Array, v: Array, key_mask: Array | None) -> Array:
+    _, total, out = softmax_part(q, k, v, key_mask)
+    return jnp.swapaxes(out / total, 1, 2)
+
+
+def softmax_part(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, Array, Array]:
+    """The maximum score [B, H, M, 1], the sum of exponentials [B, H, M, 1], and weighted values [B, H, M, Dh].
+
+    Their quotient is attention. Arguments as for `attention`; where nothing may be attended the maximum is -inf and the
+    others are 0.
+    """
+    scores = lax.dot_general(q, k, (((3,), (3,)), ((0, 2), (0, 2))), preferred_element_type=jnp.float32)
+    if mask is not None:
+        scores = jnp.where(mask[..., None, None, :], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    # The comparison also keeps XLA on CPU from fusing products and softmax into one slow operation.
+    weights = jnp.where(scores > -jnp.inf, jnp.exp(scores - top), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = lax.dot_general(
+        weights.astype(v.dtype), v, (((3,), (1,)), ((0, 1), (0, 2))), preferred_element_type=jnp.float32
+    )
+    return top, total, out
+
+
+def _attention_in_training(
+    q: Array, k: Array, v: Array, key_mask: Array | None, drop: float = 0.0, key: Array | None = None
+) -> Array:
+    """The same, of products whose backward pass is fast."""
+    q, k, v = (jnp.swapaxes(part, 1, 2) for part in (q, k, v))  # [B, H, M or N, Dh]
+    scores = matmul(q, transposed(k))
+    if key_mask is not None:
+        scores = jnp.where(key_mask[..., None, None, :], scores, -jnp.inf)
+    weights = dropout(jax.nn.softmax(scores, axis=-1), drop, key)
+    return jnp.swapaxes(matmul(weights.astype(v.dtype), v), 1, 2)
+
+
+_attention.defvjp(
+    lambda q, k, v, key_mask: jax.vjp(_attention_in_training, q, k, v, key_mask), lambda pullback, g: pullback(g)
+)
 
 
 class Block(nn.Module):

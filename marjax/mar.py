@@ -6,7 +6,7 @@ slice and the decoder needs no scatter (see `marjax/decode.py`). Position embedd
     embed           tokens, class embedding -> encoder input
     encode          blocks and norm over buffers + known tokens
     decoder_input   encoder output, mask tokens -> decoder input
-    run_blocks      a range of layers of a stack
+    run_blocks      a range of layers of a stack; `train_blocks` in training, `run_layer` one layer
     condition       decoder output -> z, the conditioning of the diffusion head
 """
 
@@ -23,6 +23,7 @@ from jax import lax
 
 from marjax import diffusion_head
 from marjax.config import MARConfig
+from marjax.cpu import from_stack, map_rows
 from marjax.layers import Block, Dense, LayerNorm, attention, dense, norm
 from marjax.types import Array, PyTree
 
@@ -134,7 +135,9 @@ def embed(params: PyTree, tokens: Array, class_emb: Array, positions: Array) -> 
     return norm(params["z_proj_ln"], x)
 
 
-def encode(params: PyTree, config: MARConfig, x: Array, num_known: int | Array, **blocks_options) -> Array:
+def encode(
+    params: PyTree, config: MARConfig, x: Array, num_known: int | Array, *, run: Callable[..., Array] | None = None
+) -> Array:
     """Encoder over buffers and a prefix of known tokens.
 
     Args:
@@ -142,14 +145,15 @@ def encode(params: PyTree, config: MARConfig, x: Array, num_known: int | Array, 
         config: the model's configuration.
         x: [R, buffer + K, E] from `embed`.
         num_known: how many of the K tokens are known (<= K); the others are padding that nothing attends to.
-        **blocks_options: passed to `run_blocks`.
+        run: None for `run_blocks`; or `train_blocks`, its options bound.
 
     Returns:
         [R, buffer + K, E]; rows of padding are meaningless.
     """
     padded = x.shape[1] - config.buffer_size
     key_mask = None if _equal(num_known, padded) else jnp.arange(x.shape[1])[None] < config.buffer_size + num_known
-    x = run_blocks(params["encoder_blocks"], x, num_heads=config.encoder_num_heads, key_mask=key_mask, **blocks_options)
+    run = run_blocks if run is None else run
+    x = run(params["encoder_blocks"], x, num_heads=config.encoder_num_heads, key_mask=key_mask)
     return norm(params["encoder_norm"], x)
 
 
@@ -174,9 +178,20 @@ def decoder_input(params: PyTree, config: MARConfig, encoded: Array, num_known: 
     return jnp.concatenate([x, x_masked], axis=1) + _repeat(positions, x.shape[0] // positions.shape[0])
 
 
-def decode(params: PyTree, config: MARConfig, x: Array, **blocks_options) -> Array:
-    """All decoder blocks over [R, N, E] from `decoder_input`, before the final norm."""
-    return run_blocks(params["decoder_blocks"], x, num_heads=config.decoder_num_heads, **blocks_options)
+def decode(
+    params: PyTree, config: MARConfig, x: Array, *, run: Callable[..., Array] | None = None, **layers: int
+) -> Array:
+    """Decoder blocks over [R, N, E] from `decoder_input`, before the final norm.
+
+    Args:
+        params: `init`'s tree.
+        config: the model's configuration.
+        x: [R, N, E].
+        run: as for `encode`.
+        **layers: `start` and `stop` of `run_blocks`.
+    """
+    run = run_blocks if run is None else run
+    return run(params["decoder_blocks"], x, num_heads=config.decoder_num_heads, **layers)
 
 
 def condition(params: PyTree, x: Array, positions: Array) -> Array:
@@ -194,17 +209,7 @@ def condition(params: PyTree, x: Array, positions: Array) -> Array:
 
 
 def run_blocks(
-    stack: PyTree,
-    x: Array,
-    *,
-    num_heads: int,
-    key_mask: Array | None = None,
-    start: int = 0,
-    stop: int | None = None,
-    unroll: int = 1,
-    dropout: Dropout | None = None,
-    key: Array | None = None,
-    remat: bool = False,
+    stack: PyTree, x: Array, *, num_heads: int, key_mask: Array | None = None, start: int = 0, stop: int | None = None
 ) -> Array:
     """Runs layers [start, stop) of a depth-stacked tree over x [R, M, E].
 
@@ -215,46 +220,81 @@ def run_blocks(
         key_mask: broadcastable to [R, M]; True where a position may be attended. None attends everywhere.
         start: first layer.
         stop: one past the last layer; None means L.
-        unroll: layers per iteration of the scan.
-        dropout: rates, in training only.
+    """
+    stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
+
+    def step(x: Array, index: Array) -> tuple[Array, None]:
+        return run_layer(from_stack(stack, index), x, num_heads=num_heads, key_mask=key_mask)[0], None
+
+    return lax.scan(step, x, jnp.arange(start, stop))[0]
+
+
+def run_layer(
+    params: PyTree, x: Array, *, num_heads: int, key_mask: Array | None = None, mlp: bool = True
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """One layer over x [R, M, E].
+
+    Args:
+        params: its parameters.
+        x: its input.
+        num_heads: attention heads.
+        key_mask: as in `run_blocks`.
+        mlp: False leaves the MLP out.
+
+    Returns:
+        [R, M, E], and scaled queries, keys and values, each [R, M, H, Dh].
+    """
+    rows, positions, dim = x.shape
+    hidden = params["fc1"]["kernel"].shape[1]
+    if key_mask is not None:
+        key_mask = jnp.broadcast_to(key_mask, (rows, positions))
+
+    def some(x: Array, key_mask: Array | None) -> tuple[Array, tuple[Array, Array, Array]]:
+        block = Block(dim, num_heads, hidden).bind({"params": params})
+        q, k, v = block.project_qkv(x)
+        x = block.add_attention(x, attention(q, k, v, key_mask))
+        return block.add_mlp(x) if mlp else x, (q, k, v)
+
+    return map_rows(some, x, key_mask, row_bytes=4 * positions * max(hidden, num_heads * positions))
+
+
+def train_blocks(
+    stack: PyTree,
+    x: Array,
+    *,
+    num_heads: int,
+    key_mask: Array | None = None,
+    dropout: Dropout | None = None,
+    key: Array | None = None,
+    unroll: int = 1,
+    remat: bool = False,
+) -> Array:
+    """What `run_blocks` does for all layers, as training wants it: with dropout, and with few arrays kept.
+
+    Args:
+        stack: as `run_blocks`.
+        x: the same.
+        num_heads: the same.
+        key_mask: the same.
+        dropout: its rates; None: no dropout.
         key: PRNG key of the dropout; needed exactly when `dropout` is given.
+        unroll: layers per iteration of the scan.
         remat: recompute each block in the backward pass instead of keeping its activations.
     """
-    depth = jax.tree.leaves(stack)[0].shape[0]
-    stop = depth if stop is None else stop
-    step: Callable = _block_step(stack, num_heads, key_mask, dropout)
-    if remat:
-        step = jax.checkpoint(step)
-    keys = None if dropout is None else jax.random.split(key, stop - start)
-    if (start, stop) == (0, depth):
-        return lax.scan(lambda x, layer: (step(x, *layer), None), x, (stack, keys), unroll=unroll)[0]
-
-    def indexed(x: Array, layer) -> tuple[Array, None]:
-        index, layer_key = layer
-        return step(x, layer_params(stack, index), layer_key), None
-
-    return lax.scan(indexed, x, (jnp.arange(start, stop), keys), unroll=unroll)[0]
-
-
-def layer_params(stack: PyTree, index: int | Array) -> PyTree:
-    """One layer of a depth-stacked tree."""
-    # Indexing the whole stack: a scan over a sliced sub-stack would copy that sub-stack first.
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
-
-
-def _block_step(stack: PyTree, num_heads: int, key_mask: Array | None, dropout: Dropout | None) -> Callable:
-    dim, hidden = stack["fc1"]["kernel"].shape[1:]
+    depth, dim, hidden = stack["fc1"]["kernel"].shape
     block = Block(dim, num_heads, hidden)
     rates = dropout or Dropout(0.0, 0.0)
 
-    def step(x: Array, params: PyTree, key: Array | None) -> Array:
+    def step(x: Array, layer: tuple[PyTree, Array | None]) -> tuple[Array, None]:
+        params, key = layer
         k_attn, k_proj, k_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         bound = block.bind({"params": params})
         attended = attention(*bound.project_qkv(x), key_mask, drop=rates.attn, key=k_attn)
         x = bound.add_attention(x, attended, drop=rates.proj, key=k_proj)
-        return bound.add_mlp(x, drop=rates.proj, key=k_mlp)
+        return bound.add_mlp(x, drop=rates.proj, key=k_mlp), None
 
-    return step
+    keys = None if dropout is None else jax.random.split(key, depth)
+    return lax.scan(jax.checkpoint(step) if remat else step, x, (stack, keys), unroll=unroll)[0]
 
 
 def _repeat(x: Array, copies: int) -> Array:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -156,13 +157,13 @@ def conditioning(
     class_emb = jnp.where(draws.drop_label[:, None], params["fake_latent"], embedded)
 
     room = objective.max_known(config.seq_len)
-    options: dict = {"unroll": objective.unroll, "remat": objective.remat}
-    keys = (None, None)
+    train = functools.partial(mar.train_blocks, unroll=objective.unroll, remat=objective.remat)
+    run_encoder = run_decoder = train
     if key is not None:
-        options["dropout"] = mar.Dropout(objective.attn_dropout, objective.proj_dropout)
-        keys = jax.random.split(key)
+        train = functools.partial(train, dropout=mar.Dropout(objective.attn_dropout, objective.proj_dropout))
+        run_encoder, run_decoder = (functools.partial(train, key=each) for each in jax.random.split(key))
     x = mar.embed(params, tokens[:, :room], class_emb, positions.encoder[:, : config.buffer_size + room])
-    encoded = mar.encode(params, config, x, draws.num_known, key=keys[0], **options)
+    encoded = mar.encode(params, config, x, draws.num_known, run=run_encoder)
     x = mar.decoder_input(params, config, encoded, draws.num_known, positions.decoder)
-    x = mar.decode(params, config, x, key=keys[1], **options)
+    x = mar.decode(params, config, x, run=run_decoder)
     return mar.condition(params, x[:, config.buffer_size :], positions.diffusion), tokens

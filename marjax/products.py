@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from marjax.cpu import row_major
 from marjax.types import Array
 
 
@@ -58,11 +58,7 @@ def _product(a: Array, b: Array) -> Array:
 
 @jax.custom_vjp
 def _transposed(x: Array) -> Array:
-    swapped = jnp.swapaxes(x, -1, -2)
-    if x.dtype == jnp.float32:
-        return swapped
-    row_major = Layout(tuple(range(x.ndim)))
-    return lax.platform_dependent(swapped, cpu=lambda y: with_layout_constraint(y, row_major), default=lambda y: y)
+    return row_major(jnp.swapaxes(x, -1, -2))
 
 
 _transposed.defvjp(lambda x: (_transposed(x), None), lambda _, g: (_transposed(g),))

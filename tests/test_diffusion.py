@@ -212,7 +212,7 @@ def denoiser(head, z, cfg):
     times = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule(NUM_STEPS).timestep_map))
     cond = dense(head["cond_embed"], z)
 
-    def denoise(cache, x, row):
+    def denoise(cache, x, row, _):
         if x.shape[0] < z.shape[0]:
             return cache, *guided(head, x, times[row], cond, cfg)[:2]
         return cache, *jnp.split(diffusion_head.apply(head, x, times[row], cond), 2, axis=-1)
@@ -231,7 +231,7 @@ def one_step(head, z, x, row, draw, temperature, cfg):
     """One step of the re-stated loop."""
     tables = {name: jnp.asarray(table)[row] for name, table in noise_schedule(NUM_STEPS).float32().items()}
     mean, log_variance, x0 = diffusion.p_mean_variance(
-        tables, x, *denoiser(head, z, cfg)(None, x, row)[1:], clip_denoised=False
+        tables, x, *denoiser(head, z, cfg)(None, x, row, None)[1:], clip_denoised=False
     )
     return jnp.where(row == 0, mean, mean + jnp.exp(log_variance / 2) * draw * temperature), x0
 
@@ -271,7 +271,7 @@ def test_sample_recovers_a_gaussian():
 
     @jit
     def run(noise):
-        def denoise(cache, x, row):
+        def denoise(cache, x, row, _):
             a = signal[row]
             eps = jnp.sqrt(1 - a) * (x - jnp.sqrt(a) * mean) / (a * std**2 + 1 - a)
             return cache, eps, jnp.zeros_like(x)
@@ -283,12 +283,46 @@ def test_sample_recovers_a_gaussian():
     assert abs(samples.mean() - mean) < 0.02 and abs(samples.std() - std) < 0.02
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 5, 10])
+def test_what_is_prepared_belongs_to_its_step(at_once):
+    """However many steps are prepared at once, each is given its own row, and the carried value goes on."""
+    assert NUM_STEPS == 10
+
+    def denoise(seen, x, row, prepared):
+        return seen.at[row].set(prepared), x * 0, x * 0
+
+    def count(noise):
+        def with_result(cache, x, row, prepared):
+            cache, eps, v = denoise(cache, x, row, prepared)
+            return cache, eps + jnp.sum(cache), v  # so that the result depends on everything seen
+
+        return diffusion.sample(
+            with_result,
+            noise,
+            noise_schedule(NUM_STEPS),
+            temperature=1.0,
+            clip_denoised=False,
+            cache=jnp.zeros(NUM_STEPS),
+            prepare=lambda rows: jnp.square(rows.astype(jnp.float32)),
+            at_once=at_once,
+        )
+
+    noise = np.random.default_rng(1).normal(size=(NUM_STEPS + 1, 5, 3)).astype(np.float32)
+    x, seen, schedule = noise[0], np.zeros(NUM_STEPS, np.float32), noise_schedule(NUM_STEPS)
+    for index, row in enumerate(range(NUM_STEPS - 1, -1, -1)):
+        seen[row] = row**2
+        tables = {name: table[row] for name, table in schedule.float32().items()}
+        mean, log_variance, _ = diffusion.p_mean_variance(tables, x, 0 * x + seen.sum(), 0 * x, clip_denoised=False)
+        x = mean + (row > 0) * np.exp(log_variance / 2) * noise[index + 1]
+    np.testing.assert_allclose(jit(count)(noise), x, rtol=1e-4)
+
+
 def test_clipped_sample_stays_in_range():
     """With clipping the last predicted x0, which step 0 returns, lies in [-1, 1] whatever the head says."""
     noise = np.random.default_rng(1).normal(size=(NUM_STEPS + 1, 5, 3)).astype(np.float32)
     run = functools.partial(
         diffusion.sample,
-        lambda cache, x, row: (cache, x - 3, x * 0),
+        lambda cache, x, row, _: (cache, x - 3, x * 0),
         schedule=noise_schedule(NUM_STEPS),
         temperature=1.0,
     )

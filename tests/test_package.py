@@ -21,7 +21,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 # A module may import those to its left; those in a subpackage count as the subpackage.
 ORDER = (
     *("version", "files", "noise_schedule", "config", "types", "header", "growing", "latents"),
-    *("products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
+    *("cpu", "products", "layers", "diffusion_head", "vae", "codec", "mar", "diffusion"),
     *("schedule", "kernels", "accel", "decode", "arguments", "sample", "inpaint"),
     *("checkpoint", "convert", "convert_vae", "torch_files", "detection", "conversion"),
     *("idx", "data", "encode", "images", "image_array"),

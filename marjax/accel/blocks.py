@@ -12,9 +12,10 @@ from flax import struct
 from jax import lax
 
 from marjax.accel.base import StepInput
+from marjax.cpu import from_bits, from_stack, to_bits
 from marjax.kernels.two_path_attention import two_path_attention
 from marjax.layers import Block, attention
-from marjax.mar import layer_params
+from marjax.mar import run_layer
 from marjax.types import Array, PyTree
 
 
@@ -28,15 +29,6 @@ def write(cache: Array, new: Array, start: tuple[int | Array, ...]) -> Array:
     if new.dtype != cache.dtype or new.ndim != cache.ndim or not np.all(np.less_equal(new.shape, cache.shape)):
         raise ValueError(f"{new.dtype}{new.shape} does not fit into a cache of {cache.dtype}{cache.shape}.")
     return lax.dynamic_update_slice(cache, new, start)
-
-
-def _bits(x: Array) -> Array:
-    """Bfloat16 as integers: XLA on CPU updates a slice of a bfloat16 array by converting all of it to float32."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def _floats(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 @struct.dataclass
@@ -54,12 +46,12 @@ class KeysValues:
     @classmethod
     def empty(cls, layers: int, rows: int, positions: int, num_heads: int, dim: int, dtype: jnp.dtype) -> KeysValues:
         """Zeros; `dtype` is the compute dtype."""
-        zeros = _bits(jnp.zeros((layers, rows, positions, num_heads, dim // num_heads), dtype))
+        zeros = to_bits(jnp.zeros((layers, rows, positions, num_heads, dim // num_heads), dtype))
         return cls(k=zeros, v=zeros)
 
     def layer(self, number: Array) -> tuple[Array, Array]:
         """Keys and values [R, M, H, Dh] of one layer."""
-        k, v = (_floats(lax.dynamic_index_in_dim(leaf, number, keepdims=False)) for leaf in (self.k, self.v))
+        k, v = (from_bits(lax.dynamic_index_in_dim(leaf, number, keepdims=False)) for leaf in (self.k, self.v))
         return k, v
 
     def write(self, number: Array, k: Array, v: Array, start: int | Array = 0) -> KeysValues:
@@ -72,13 +64,13 @@ class KeysValues:
             start: first position.
         """
         rows = self.k.shape[1]
-        k, v = (write(old, _bits(new[None, :rows]), (number, 0, start)) for old, new in ((self.k, k), (self.v, v)))
+        k, v = (write(old, to_bits(new[None, :rows]), (number, 0, start)) for old, new in ((self.k, k), (self.v, v)))
         return KeysValues(k=k, v=v)
 
 
 def block(stack: PyTree, num_heads: int, index: int | Array) -> Block:
     """One layer of a depth-stacked tree, whose parts can be called."""
-    params = layer_params(stack, index)
+    params = from_stack(stack, index)
     dim, hidden = params["fc1"]["kernel"].shape
     return Block(dim, num_heads, hidden).bind({"params": params})
 
@@ -102,9 +94,7 @@ def run(
 
     def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
         x, cache = carry
-        layer = block(stack, num_heads, start + number)
-        q, k, v = layer.project_qkv(x)
-        x = layer.add_mlp(layer.add_attention(x, attention(q, k, v, key_mask)))
+        x, (_, k, v) = run_layer(from_stack(stack, start + number), x, num_heads=num_heads, key_mask=key_mask)
         return (x, cache.write(number, k, v)), None
 
     return lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]
@@ -196,7 +186,7 @@ def run_active(
         q, k, v = layer.project_qkv(rows)
         # Written first, then read: the other way round XLA would copy the whole cache.
         old = cache.layer(number)
-        renewed = (_floats(active.put(_bits(a), _bits(b))) for a, b in zip(old, (k, v), strict=True))
+        renewed = (from_bits(active.put(to_bits(a), to_bits(b))) for a, b in zip(old, (k, v), strict=True))
         cache = cache.write(number, *renewed)
         lent = cache.layer(number)
         if two_path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, runtime_checkable
 
-import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -16,7 +15,6 @@ from jax import lax
 
 from marjax import diffusion_head
 from marjax.accel import fields
-from marjax.layers import dense
 from marjax.types import Array, PyTree
 
 
@@ -30,6 +28,7 @@ class HeadInput:
         time: [W] time embedding of the diffusion step.
         cond: [n or 2 n, W] `cond_embed` of the conditioning z.
         row: the diffusion step, T - 1 first and 0 last; a traced int32.
+        prepared: what the policy's `prepare` made for this step.
         num_steps: T.
     """
 
@@ -38,6 +37,7 @@ class HeadInput:
     time: Array
     cond: Array
     row: Array
+    prepared: diffusion_head.Modulations
     num_steps: int = struct.field(pytree_node=False)
 
     @property
@@ -56,6 +56,19 @@ class HeadPolicy(Protocol):
     def init(self, params: PyTree, num_tokens: int, *, guided: bool) -> PyTree:
         """The cache before the first diffusion step, for `num_tokens` rows."""
 
+    def prepare(self, params: PyTree, time: Array, cond: Array, num_tokens: int) -> diffusion_head.Modulations:
+        """What `apply` needs at some diffusion steps that does not depend on x.
+
+        Args:
+            params: head parameters, unstacked.
+            time: [n, W] time embeddings of the steps.
+            cond: as in `HeadInput`.
+            num_tokens: rows of x.
+
+        Returns:
+            Arrays [n, rows, ...].
+        """
+
     def apply(self, cache: PyTree, step: HeadInput) -> tuple[PyTree, Array, Array | None, Array]:
         """The cache after a step; eps [n, D] conditional and unconditional (None unguided), v [n, D] conditional."""
 
@@ -66,6 +79,18 @@ class HeadPolicy(Protocol):
 PUBLISHED_PERIOD, PUBLISHED_SKIPPED, PUBLISHED_DEPTH = 7, (1, 2, 3, 4), 6
 # Multiply-adds of the parts of a head, in units of width^2.
 MODULATION, MLP, OUTPUT = 3, 2, 2
+# Rows of the products that compute modulations, for several diffusion steps if one has fewer: with few rows the head is
+# bound by reading its weights, of which these are more than half.
+PREPARED_ROWS = 512
+
+
+def steps_at_once(num_steps: int, rows: int) -> int:
+    """For how many diffusion steps to compute modulations at once; a divisor of `num_steps`."""
+    return max(
+        count
+        for count in range(1, num_steps + 1)
+        if num_steps % count == 0 and (count == 1 or count * rows <= PREPARED_ROWS)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +105,14 @@ class ExactHead:
         """No cache."""
         del params, num_tokens, guided
 
+    def prepare(self, params: PyTree, time: Array, cond: Array, num_tokens: int) -> diffusion_head.Modulations:
+        """The modulations of all blocks and rows."""
+        del num_tokens
+        return diffusion_head.modulations(params, time[:, None], cond)
+
     def apply(self, cache: None, step: HeadInput) -> tuple[None, Array, Array | None, Array]:
         """One evaluation of the head on all rows."""
-        return cache, *_split(diffusion_head.apply(step.params, step.x, step.time, step.cond), step)
+        return cache, *_split(diffusion_head.modulated(step.params, step.x, step.prepared), step)
 
     def cost(self, depth: int, width: int, num_steps: int, *, guided: bool) -> float:
         """Both halves, every block, every step."""
@@ -174,6 +204,14 @@ class HeadCache:
         every = (1 + guided) * full.sum() * (depth * (MODULATION + MLP) + OUTPUT)
         return float(every + partial) * width**2
 
+    def prepare(self, params: PyTree, time: Array, cond: Array, num_tokens: int) -> diffusion_head.Modulations:
+        """The modulations that partial steps need, of the conditional rows; full steps compute their own."""
+        depth = len(params["res_blocks"])
+        if self._every(depth) == 1:
+            return ExactHead().prepare(params, time, cond, num_tokens)
+        wanted = tuple(not skip for skip in self._skips(depth))
+        return diffusion_head.modulations(params, time[:, None], cond[:num_tokens], wanted)
+
     def _is_full(self, row, num_steps: int, depth: int):
         return (row == num_steps - 1) | (row % self._every(depth) == 0)
 
@@ -181,45 +219,44 @@ class HeadCache:
         """A full step or a partial one."""
         depth = len(step.params["res_blocks"])
         if self._every(depth) == 1:
-            return self._full(cache, step)
+            return cache, *ExactHead().apply(None, step)[1:]
         return lax.cond(self._is_full(step.row, step.num_steps, depth), self._full, self._partial, cache, step)
 
     def _full(self, cache: _Cache, step: HeadInput) -> tuple[_Cache, Array, Array | None, Array]:
         params, rows = step.params, step.x.shape[0]
-        silu_y = nn.silu(step.time + step.cond)
-        h = jnp.tile(dense(params["input_proj"], step.x), (step.cond.shape[0] // rows, 1))
+        modulations = diffusion_head.modulations(params, step.time, step.cond)
+        h = diffusion_head.first(params, step.x, step.cond.shape[0])
         mlp, delta = list(cache.mlp), list(cache.delta)
         for index, block in enumerate(map(diffusion_head.bound, params["res_blocks"])):
-            shift, scale, gate = block.modulation(silu_y)
-            out = block.mlp(h, shift, scale)
+            out, gate = block.mlp(h, modulations.blocks[index])
             if delta[index] is not None:
                 delta[index] = (gate * out)[:rows]
             else:
                 mlp[index] = out[:rows]
             h = h + gate * out
-        eps_c, eps_u, v = _split(diffusion_head.output(params, h, silu_y), step)
+        eps_c, eps_u, v = _split(diffusion_head.output(params, h, modulations.final), step)
         guidance = None if eps_u is None else eps_c - eps_u
         return _Cache(tuple(mlp), tuple(delta), guidance), eps_c, eps_u, v
 
     def _partial(self, cache: _Cache, step: HeadInput) -> tuple[_Cache, Array, Array | None, Array]:
         params, rows = step.params, step.x.shape[0]
-        silu_y = nn.silu(step.time + step.cond[:rows])
-        h, mlp = dense(params["input_proj"], step.x), list(cache.mlp)
+        h, mlp = diffusion_head.first(params, step.x, rows), list(cache.mlp)
         for index, block in enumerate(map(diffusion_head.bound, params["res_blocks"])):
             if cache.delta[index] is not None:
                 h = h + cache.delta[index]
                 continue
+            modulation = step.prepared.blocks[index]
 
-            def renewed(block: diffusion_head.ResBlock = block, h: Array = h) -> tuple[Array, Array]:
-                shift, scale, gate = block.modulation(silu_y)
-                return block.mlp(h, shift, scale), gate
+            def renewed(block=block, h: Array = h, modulation: Array = modulation) -> tuple[Array, Array]:
+                return block.mlp(h, modulation)
 
-            def kept(block: diffusion_head.ResBlock = block, index: int = index) -> tuple[Array, Array]:
-                return cache.mlp[index], block.modulation(silu_y)[2]
+            def kept(index: int = index, modulation: Array = modulation) -> tuple[Array, Array]:
+                return cache.mlp[index], jnp.split(modulation, 3, axis=-1)[2]
 
             mlp[index], gate = lax.cond(step.row > self.warmup * step.num_steps, renewed, kept)
             h = h + gate * mlp[index]
-        eps_c, _, v = _split(diffusion_head.output(params, h, silu_y), dataclasses.replace(step, cond=step.cond[:rows]))
+        output = diffusion_head.output(params, h, step.prepared.final)
+        eps_c, _, v = _split(output, dataclasses.replace(step, cond=step.cond[:rows]))
         eps_u = None if cache.guidance is None else eps_c - cache.guidance
         return _Cache(tuple(mlp), cache.delta, cache.guidance), eps_c, eps_u, v
 

@@ -27,7 +27,7 @@ from marjax.accel.blocks import KeysValues, choose
 from marjax.accel.cost import layer_cost
 from marjax.accel.encoder import EncoderCache
 from marjax.config import MARConfig
-from marjax.layers import attention
+from marjax.cpu import from_stack
 from marjax.types import Array
 
 PUBLISHED_STEPS = 64
@@ -125,9 +125,7 @@ class LazyTokens:
         enc, x = encoder.refresh(cache.encoder, step)
         heads, prune = config.decoder_num_heads, self.prune_layer
         x = mar.decode(step.params, config, x, start=0, stop=prune)
-        layer = blocks.block(stack, heads, prune)
-        q, k, v = layer.project_qkv(x)
-        x = layer.add_mlp(layer.add_attention(x, attention(q, k, v)))
+        x, (_, _, v) = mar.run_layer(from_stack(stack, prune), x, num_heads=heads)
         x, deep = blocks.run(stack, x, cache.deep, num_heads=heads, start=prune + 1)
         return LazyCache(encoder=enc, deep=deep, values=v[:kept]), x[:, config.buffer_size :]
 
@@ -136,14 +134,11 @@ class LazyTokens:
         config, stack, prune = step.config, step.params["decoder_blocks"], self.prune_layer
         enc, x = encoder.advance(cache.encoder, step, buffers=True)
         x = mar.decode(step.params, config, x, start=0, stop=prune)
-        layer = blocks.block(stack, config.decoder_num_heads, prune)
-        q, k, v = layer.project_qkv(x)
-        x = layer.add_attention(x, attention(q, k, v))
+        heads = config.decoder_num_heads
+        x, (_, _, v) = mar.run_layer(from_stack(stack, prune), x, num_heads=heads, mlp=False)
         active = choose(-cosine(v, cache.values), step)
-        x = layer.add_mlp(active.gather(x))
-        x, deep = blocks.run_active(
-            stack, x, active, cache.deep, num_heads=config.decoder_num_heads, start=prune + 1, two_path=False
-        )
+        x = blocks.block(stack, heads, prune).add_mlp(active.gather(x))
+        x, deep = blocks.run_active(stack, x, active, cache.deep, num_heads=heads, start=prune + 1, two_path=False)
         everywhere = jnp.zeros((x.shape[0], config.buffer_size + config.seq_len, x.shape[2]), jnp.float32)
         out = active.put(everywhere, x)[:, config.buffer_size :]
         return LazyCache(encoder=enc, deep=deep, values=v), step.predicted(out), active.chosen

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from marjax import mar
 from marjax.accel import blocks, encoder, fields
@@ -25,8 +26,7 @@ from marjax.accel.blocks import Active, KeysValues, choose
 from marjax.accel.cost import layer_cost
 from marjax.accel.encoder import EncoderCache
 from marjax.config import MARConfig
-from marjax.layers import attention
-from marjax.products import matmul, transposed
+from marjax.cpu import from_stack
 from marjax.types import Array
 
 PUBLISHED_BUDGET, PUBLISHED_POSITIONS = 64, 320
@@ -172,9 +172,7 @@ class ActiveTokens:
         advance = functools.partial(encoder.advance, buffers=self.encoder_buffers == "recomputed")
         enc, x = self._encode(cache, step, advance)
         x = mar.decode(step.params, config, x, start=0, stop=self.decision_layer - 1)
-        layer = blocks.block(stack, heads, self.decision_layer - 1)
-        q, k, v = layer.project_qkv(x)
-        x = layer.add_mlp(layer.add_attention(x, attention(q, k, v)))
+        x, (q, k, _) = mar.run_layer(from_stack(stack, self.decision_layer - 1), x, num_heads=heads)
         active = self._choose(received(q, k, step), step)
         options = {"num_heads": heads, "start": self.decision_layer, "two_path": True}
         if self.skip_mlp:
@@ -205,7 +203,7 @@ def received(q: Array, k: Array, step: StepInput) -> Array:
         step: the decode step.
     """
     queries = step.predicted(q[:, step.config.buffer_size :])
-    scores = matmul(jnp.swapaxes(queries, 1, 2), transposed(jnp.swapaxes(k, 1, 2)))
+    scores = lax.dot_general(queries, k, (((3,), (3,)), ((0, 2), (0, 2))), preferred_element_type=jnp.float32)
     weights = jnp.mean(jax.nn.softmax(scores, axis=-1), axis=1)  # [R, P, N]
     real = (jnp.arange(weights.shape[1]) < step.rows.num_predicted)[None, :, None]
     return jnp.sum(jnp.where(real, weights, 0.0), axis=1) / jnp.maximum(step.rows.num_predicted, 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from marjax.products import matmul, transposed
+from marjax.layers import softmax_part
 from marjax.types import Array
 
 
@@ -41,26 +41,14 @@ def two_path_attention(
     Returns:
         [R, M, H * Dh] float32.
     """
-    q = jnp.swapaxes(q, 1, 2)
-    top_a, sum_a, out_a = _part(q, k_fresh, v_fresh, fresh_mask)
-    top_c, sum_c, out_c = _part(q, k_cached, v_cached, cached_mask)
+    top_a, sum_a, out_a = softmax_part(q, k_fresh, v_fresh, fresh_mask)
+    top_c, sum_c, out_c = softmax_part(q, k_cached, v_cached, cached_mask)
     top = jnp.maximum(top_a, top_c)
     weight_a, weight_c = _decay(top_a, top), _decay(top_c, top)
     total = weight_a * sum_a + weight_c * sum_c
     out = (weight_a * out_a + weight_c * out_c) / jnp.where(total > 0, total, 1.0)
     out = jnp.swapaxes(out, 1, 2)
     return out.reshape(*out.shape[:2], -1)
-
-
-def _part(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, Array, Array]:
-    """Maximum [R, H, M, 1], sum of exponentials, and weighted values [R, H, M, Dh] of one part."""
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    scores = matmul(q, transposed(k))
-    if mask is not None:
-        scores = jnp.where(mask[:, None, None, :], scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    return top, jnp.sum(weights, axis=-1, keepdims=True), matmul(weights.astype(v.dtype), v)
 
 
 def _decay(top: Array, new_top: Array) -> Array:

@@ -77,8 +77,10 @@ def test_head_alone(golden, steps, temperature):
     times = diffusion_head.time_embedding(head, jnp.asarray(schedule.timestep_map))
 
     def sampled(policy):
-        def denoise(cache, x, row):
-            step = HeadInput(head, x, times[row], dense(head["cond_embed"], arrays["z"]), row, schedule.num_steps)
+        cond = dense(head["cond_embed"], arrays["z"])
+
+        def denoise(cache, x, row, prepared):
+            step = HeadInput(head, x, times[row], cond, row, prepared, schedule.num_steps)
             cache, eps_c, eps_u, v = policy.apply(cache, step)
             return cache, eps_u + 3.0 * (eps_c - eps_u), v
 
@@ -90,6 +92,8 @@ def test_head_alone(golden, steps, temperature):
                 temperature=float(temperature),
                 clip_denoised=False,
                 cache=policy.init(head, 4, guided=True),
+                prepare=lambda rows: policy.prepare(head, times[rows], cond, 4),
+                at_once=10,
             )
         )(arrays[f"T{steps}_noise"])
 
