@@ -13,6 +13,7 @@ slice and the decoder needs no scatter (see `marjax/decode.py`). Position embedd
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -179,7 +180,7 @@ def decoder_input(params: PyTree, config: MARConfig, encoded: Array, num_known: 
 
 
 def decode(
-    params: PyTree, config: MARConfig, x: Array, *, run: Callable[..., Array] | None = None, **layers: int
+    params: PyTree, config: MARConfig, x: Array, *, run: Callable[..., Array] | None = None, **which: int | Array
 ) -> Array:
     """Decoder blocks over [R, N, E] from `decoder_input`, before the final norm.
 
@@ -188,10 +189,10 @@ def decode(
         config: the model's configuration.
         x: [R, N, E].
         run: as for `encode`.
-        **layers: `start` and `stop` of `run_blocks`.
+        **which: `start`, `stop` and `outputs` of `run_blocks`.
     """
     run = run_blocks if run is None else run
-    return run(params["decoder_blocks"], x, num_heads=config.decoder_num_heads, **layers)
+    return run(params["decoder_blocks"], x, num_heads=config.decoder_num_heads, **which)
 
 
 def condition(params: PyTree, x: Array, positions: Array) -> Array:
@@ -209,7 +210,14 @@ def condition(params: PyTree, x: Array, positions: Array) -> Array:
 
 
 def run_blocks(
-    stack: PyTree, x: Array, *, num_heads: int, key_mask: Array | None = None, start: int = 0, stop: int | None = None
+    stack: PyTree,
+    x: Array,
+    *,
+    num_heads: int,
+    key_mask: Array | None = None,
+    start: int = 0,
+    stop: int | None = None,
+    outputs: Array | None = None,
 ) -> Array:
     """Runs layers [start, stop) of a depth-stacked tree over x [R, M, E].
 
@@ -220,17 +228,31 @@ def run_blocks(
         key_mask: broadcastable to [R, M]; True where a position may be attended. None attends everywhere.
         start: first layer.
         stop: one past the last layer; None means L.
+        outputs: positions [m] whose output is wanted; None: all. The last layer's MLP, and its queries, are for these.
+
+    Returns:
+        [R, M or m, E].
     """
     stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
+    layer = functools.partial(run_layer, num_heads=num_heads, key_mask=key_mask)
 
     def step(x: Array, index: Array) -> tuple[Array, None]:
-        return run_layer(from_stack(stack, index), x, num_heads=num_heads, key_mask=key_mask)[0], None
+        return layer(from_stack(stack, index), x)[0], None
 
-    return lax.scan(step, x, jnp.arange(start, stop))[0]
+    if outputs is None:
+        return lax.scan(step, x, jnp.arange(start, stop))[0]
+    x, _ = lax.scan(step, x, jnp.arange(start, stop - 1))
+    return layer(from_stack(stack, stop - 1), x, outputs=outputs)[0]
 
 
 def run_layer(
-    params: PyTree, x: Array, *, num_heads: int, key_mask: Array | None = None, mlp: bool = True
+    params: PyTree,
+    x: Array,
+    *,
+    num_heads: int,
+    key_mask: Array | None = None,
+    outputs: Array | None = None,
+    mlp: bool = True,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """One layer over x [R, M, E].
 
@@ -239,10 +261,11 @@ def run_layer(
         x: its input.
         num_heads: attention heads.
         key_mask: as in `run_blocks`.
+        outputs: positions [m] whose output is wanted; None: all.
         mlp: False leaves the MLP out.
 
     Returns:
-        [R, M, E], and scaled queries, keys and values, each [R, M, H, Dh].
+        [R, M or m, E], and scaled queries, keys and values, each [R, M, H, Dh].
     """
     rows, positions, dim = x.shape
     hidden = params["fc1"]["kernel"].shape[1]
@@ -252,7 +275,9 @@ def run_layer(
     def some(x: Array, key_mask: Array | None) -> tuple[Array, tuple[Array, Array, Array]]:
         block = Block(dim, num_heads, hidden).bind({"params": params})
         q, k, v = block.project_qkv(x)
-        x = block.add_attention(x, attention(q, k, v, key_mask))
+        asking = q if outputs is None else jnp.take(q, outputs, axis=1)
+        x = x if outputs is None else jnp.take(x, outputs, axis=1)
+        x = block.add_attention(x, attention(asking, k, v, key_mask))
         return block.add_mlp(x) if mlp else x, (q, k, v)
 
     return map_rows(some, x, key_mask, row_bytes=4 * positions * max(hidden, num_heads * positions))

@@ -176,12 +176,13 @@ def test_run_blocks_composes(stack):
     @jit
     def runs(blocks, x):
         split = run(blocks, run(blocks, x, stop=1), start=1)
-        return run(blocks, x), split, run(blocks, x, start=2, stop=2)
+        return run(blocks, x), split, run(blocks, x, start=2, stop=2), run(blocks, x, outputs=np.array([7, 0, 7]))
 
-    whole, split, empty = runs(blocks, x)
+    whole, split, empty, few = runs(blocks, x)
     assert relative_error(x, whole) > 0.1
     np.testing.assert_allclose(split, whole, atol=1e-5)
     np.testing.assert_array_equal(empty, x)
+    np.testing.assert_allclose(few, whole[:, [7, 0, 7]], atol=1e-5)
 
 
 def test_training_runs_the_same_blocks(stack):

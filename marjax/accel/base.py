@@ -38,6 +38,7 @@ class StepInput:
         keys: [B] keys of the images, for policies that draw.
         config: the model's configuration.
         segment: static sizes.
+        every_token: whether the decoder's output is wanted for all tokens, not only for those predicted now.
     """
 
     params: PyTree
@@ -48,14 +49,25 @@ class StepInput:
     keys: Array
     config: MARConfig = struct.field(pytree_node=False)
     segment: Segment = struct.field(pytree_node=False)
+    every_token: bool = struct.field(pytree_node=False, default=False)
 
     def predicted(self, x: Array) -> Array:
         """Rows of the tokens predicted now: [.., S, E] in generation order -> [.., P, E].
 
         Rows beyond the tokens really predicted belong to later tokens, or repeat the last one.
         """
+        return jnp.take(x, self._predicted, axis=1)
+
+    @property
+    def _predicted(self) -> Array:
         index = self.rows.num_known + jnp.arange(self.segment.predicted)
-        return jnp.take(x, index, axis=1, mode="clip")
+        return jnp.minimum(index, self.config.seq_len - 1)
+
+    @property
+    def outputs(self) -> Array:
+        """[m] positions of the decoder whose output is wanted."""
+        tokens = jnp.arange(self.config.seq_len) if self.every_token else self._predicted
+        return self.config.buffer_size + tokens
 
     def encoder_input(self) -> Array:
         """[R, buffers + K, E] of everything known, and padding."""
@@ -121,7 +133,7 @@ class TokenPolicy(Protocol):
     def active_counts(self, config: MARConfig, num_predicted: np.ndarray, num_previous: np.ndarray) -> np.ndarray:
         """[steps] positions that each step recomputes in its deep layers, if it is a cached one."""
 
-    def cached_cost(self, config: MARConfig, known, previous, active):
+    def cached_cost(self, config: MARConfig, known, predicted, previous, active):
         """Multiply-adds of encoder and decoder in a cached step of one row, elementwise over rooms (see `Segment`)."""
 
     def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> PyTree:
@@ -135,7 +147,7 @@ class TokenPolicy(Protocol):
         """
 
     def full(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array]:
-        """The cache after a refresh, and the decoder's output [R, S, E] (before its norm)."""
+        """The cache after a refresh, and the decoder's output [R, m, E] (before its norm) at `step.outputs`."""
 
     def cached(self, cache: PyTree, step: StepInput) -> tuple[PyTree, Array, Array | None]:
         """A cached step.
@@ -161,10 +173,10 @@ class ExactTokens:
         del num_previous
         return np.full(len(num_predicted), config.buffer_size + config.seq_len)
 
-    def cached_cost(self, config: MARConfig, known, previous, active):
+    def cached_cost(self, config: MARConfig, known, predicted, previous, active):
         """That of any step."""
         del previous, active
-        return encoder_cost(config, known) + decoder_cost(config)
+        return encoder_cost(config, known) + decoder_cost(config, predicted)
 
     def init(self, config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> None:
         """No cache."""
@@ -172,13 +184,11 @@ class ExactTokens:
 
     def full(self, cache: None, step: StepInput) -> tuple[None, Array]:
         """The whole model on this step's known tokens."""
-        x = mar.decode(step.params, step.config, step.decoder_input())
-        return cache, x[:, step.config.buffer_size :]
+        return cache, mar.decode(step.params, step.config, step.decoder_input(), outputs=step.outputs)
 
     def cached(self, cache: None, step: StepInput) -> tuple[None, Array, None]:
         """The same."""
-        cache, x = self.full(cache, step)
-        return cache, step.predicted(x), None
+        return *self.full(cache, step), None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,14 @@ def block(stack: PyTree, num_heads: int, index: int | Array) -> Block:
 
 
 def run(
-    stack: PyTree, x: Array, cache: KeysValues, *, num_heads: int, start: int, key_mask: Array | None = None
+    stack: PyTree,
+    x: Array,
+    cache: KeysValues,
+    *,
+    num_heads: int,
+    start: int,
+    key_mask: Array | None = None,
+    outputs: Array | None = None,
 ) -> tuple[Array, KeysValues]:
     """Layers from `start` on over all of x, renewing the cache.
 
@@ -87,17 +94,23 @@ def run(
         num_heads: attention heads.
         start: first layer.
         key_mask: [R or 1, M], True where a position may be attended; None: everywhere.
+        outputs: positions [m] whose output is wanted; None: all.
 
     Returns:
-        [R, M, E], and the cache.
+        [R, M or m, E], and the cache.
     """
 
-    def one(carry: tuple[Array, KeysValues], number: Array) -> tuple[tuple[Array, KeysValues], None]:
+    def one(carry: tuple[Array, KeysValues], number: int | Array, outputs: Array | None = None):
         x, cache = carry
-        x, (_, k, v) = run_layer(from_stack(stack, start + number), x, num_heads=num_heads, key_mask=key_mask)
+        params = from_stack(stack, start + number)
+        x, (_, k, v) = run_layer(params, x, num_heads=num_heads, key_mask=key_mask, outputs=outputs)
         return (x, cache.write(number, k, v)), None
 
-    return lax.scan(one, (x, cache), jnp.arange(cache.k.shape[0]))[0]
+    depth = cache.k.shape[0]
+    if outputs is None:
+        return lax.scan(one, (x, cache), jnp.arange(depth))[0]
+    carry, _ = lax.scan(one, (x, cache), jnp.arange(depth - 1))
+    return one(carry, depth - 1, outputs)[0]
 
 
 @struct.dataclass

@@ -23,7 +23,9 @@ def encoder_cost(config: MARConfig, known):
     return layer_cost(total, total, config.encoder_embed_dim, config.encoder_depth, config.mlp_ratio)
 
 
-def decoder_cost(config: MARConfig):
-    """The decoder over all positions."""
-    total = config.buffer_size + config.seq_len
-    return layer_cost(total, total, config.decoder_embed_dim, config.decoder_depth, config.mlp_ratio)
+def decoder_cost(config: MARConfig, outputs):
+    """The decoder over all positions, for the output at so many of them."""
+    total, dim, ratio = config.buffer_size + config.seq_len, config.decoder_embed_dim, config.mlp_ratio
+    outputs = np.asarray(outputs, np.float64)
+    last = total * 3 * dim**2 + outputs * (dim**2 + 2 * total * dim + 2 * ratio * dim**2)
+    return layer_cost(total, total, dim, config.decoder_depth - 1, ratio) + last

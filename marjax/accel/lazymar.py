@@ -98,7 +98,7 @@ class LazyTokens:
         share = np.array(shares)[np.searchsorted(starts, published, side="right") - 1]
         return np.minimum(total, np.maximum(num_predicted + num_previous + self.slack, (total * share).astype(int)))
 
-    def cached_cost(self, config: MARConfig, known, previous, active):
+    def cached_cost(self, config: MARConfig, known, predicted, previous, active):
         """Multiply-adds of a cached step of one row, with that room."""
         total, reach = config.buffer_size + config.seq_len, config.buffer_size + known
         dim, ratio = config.decoder_embed_dim, config.mlp_ratio
@@ -126,8 +126,8 @@ class LazyTokens:
         heads, prune = config.decoder_num_heads, self.prune_layer
         x = mar.decode(step.params, config, x, start=0, stop=prune)
         x, (_, _, v) = mar.run_layer(from_stack(stack, prune), x, num_heads=heads)
-        x, deep = blocks.run(stack, x, cache.deep, num_heads=heads, start=prune + 1)
-        return LazyCache(encoder=enc, deep=deep, values=v[:kept]), x[:, config.buffer_size :]
+        x, deep = blocks.run(stack, x, cache.deep, num_heads=heads, start=prune + 1, outputs=step.outputs)
+        return LazyCache(encoder=enc, deep=deep, values=v[:kept]), x
 
     def cached(self, cache: LazyCache, step: StepInput) -> tuple[LazyCache, Array, Array | None]:
         """A cached step."""

@@ -120,7 +120,7 @@ class ActiveTokens:
         most = config.seq_len if self.buffers == "never" else total
         return np.minimum(most, np.maximum(budget, forced))
 
-    def cached_cost(self, config: MARConfig, known, previous, active):
+    def cached_cost(self, config: MARConfig, known, predicted, previous, active):
         """Multiply-adds of a cached step of one row, with that room."""
         total, reach = config.buffer_size + config.seq_len, config.buffer_size + known
         dim, ratio = config.decoder_embed_dim, config.mlp_ratio
@@ -159,8 +159,9 @@ class ActiveTokens:
             cache.deep,
             num_heads=config.decoder_num_heads,
             start=self.decision_layer,
+            outputs=step.outputs,
         )
-        return ActiveCache(encoder=enc, deep=deep), x[:, config.buffer_size :]
+        return ActiveCache(encoder=enc, deep=deep), x
 
     def _encode(self, cache: ActiveCache, step: StepInput, encode: Callable) -> tuple[EncoderCache | None, Array]:
         """The encoder's cache and the decoder's input; `encode` is for an encoder that has one."""

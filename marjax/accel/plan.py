@@ -63,12 +63,16 @@ class StepCost:
 
     def refresh_cost(self, known, predicted):
         """A step that computes everything, with room for so many tokens."""
-        return self._rows * (encoder_cost(self.config, known) + decoder_cost(self.config)) + self._head(predicted)
+        outputs = self.config.seq_len if self.guided and self.accel.condition is not None else predicted
+        decoder = decoder_cost(self.config, outputs)
+        return self._rows * (encoder_cost(self.config, known) + decoder) + self._head(predicted)
 
     def cached_cost(self, known, predicted, previous, active):
         """A cached step with that room."""
         rows = 1 if self.accel.condition else self._rows
-        return rows * self.accel.tokens.cached_cost(self.config, known, previous, active) + self._head(predicted)
+        return rows * self.accel.tokens.cached_cost(self.config, known, predicted, previous, active) + self._head(
+            predicted
+        )
 
     def refresh_steps(self, num_iter: int) -> np.ndarray:
         """[steps] bool: which steps refresh every cache."""

@@ -60,10 +60,11 @@ def compute(accel: Accel, caches: Caches, step: StepInput, *, trace: bool) -> tu
     cached_rows = batch if conditioned else step.class_emb.shape[0]
 
     def full(caches: Caches, step: StepInput) -> tuple[Caches, Output]:
-        tokens, x = accel.tokens.full(caches.tokens, step)
+        # The condition cache keeps the difference at every token, since it is for later steps.
+        tokens, x = accel.tokens.full(caches.tokens, step.replace(every_token=conditioned))
         residual = x[batch:] - x[:batch] if conditioned else None
         coded = codes(None, step, cached_rows) if trace else None
-        return Caches(tokens, residual), Output(step.predicted(x), coded)
+        return Caches(tokens, residual), Output(step.predicted(x) if conditioned else x, coded)
 
     def cached(caches: Caches, step: StepInput) -> tuple[Caches, Output]:
         if conditioned:

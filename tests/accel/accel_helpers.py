@@ -45,7 +45,7 @@ def forced_steps(policy: TokenPolicy, num_iter: int = STEPS, params: MARParams =
         step = StepInput(tree, tokens, class_embeddings(params), positions, rows, keys, config, segment)
         if full:
             cache, x = policy.full(cache, step)
-            return cache, step.predicted(x), codes(None, step, BATCH)
+            return cache, x, codes(None, step, BATCH)
         cache, x, chosen = policy.cached(cache, step)
         return cache, x, codes(chosen, step, BATCH)
 

@@ -213,15 +213,15 @@ class EveryOther:
     def active_counts(self, config, num_predicted, num_previous):
         return np.zeros(len(num_predicted), int)
 
-    def cached_cost(self, config, known, previous, active):
+    def cached_cost(self, config, known, predicted, previous, active):
         return 0.0 * np.asarray(known)
 
     def init(self, config, rows, room, dtype):
         return jnp.zeros((rows, config.seq_len, config.decoder_embed_dim), jnp.float32)
 
     def full(self, cache, step):
-        _, x = ExactTokens().full(None, step)
-        return x, x
+        _, x = ExactTokens().full(None, step.replace(every_token=True))
+        return x, x if step.every_token else step.predicted(x)
 
     def cached(self, cache, step):
         return cache, step.predicted(cache), jnp.zeros((cache.shape[0], step.config.buffer_size + cache.shape[1]), bool)
