@@ -3,8 +3,10 @@
     python benchmarks/bench_sample.py                                         # shipped model, none, lazymar, marche
     python benchmarks/bench_sample.py --model mar_base --batch-size 4 --dtype bfloat16 --no-warm-up
     python benchmarks/bench_sample.py --accel none --dtype float32 bfloat16 --batch-size 10
+    python benchmarks/bench_sample.py --model mar_base --batch-size 1 --num-iter 8 --vae --breakdown
 
 Runs are interleaved, and ratios are those of runs of one round. FLOPs are the plan's: products only, padding included.
+`--breakdown` profiles one more run of each and says which part of the model its operations belong to.
 Presets other than the shipped model get random weights, on which every acceleration takes as long as on trained ones.
 The last line of the output is one JSON document.
 """
@@ -12,14 +14,16 @@ The last line of the output is one JSON document.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 
 import jax
 import numpy as np
+from breakdown import OTHER, PARTS, breakdown
 from timing import interleaved, machine, ratios, spread
 
 import marjax
-from marjax import mar
+from marjax import mar, vae
 from marjax.accel import resolve
 from marjax.accel.plan import StepCost, flops_per_image, plan_for
 from marjax.arguments import default_num_iter
@@ -28,8 +32,12 @@ from marjax.noise_schedule import noise_schedule
 from marjax.types import DTYPES, MARParams
 
 
-def load_model(name: str) -> MARParams:
+def load_model(name: str, *, with_vae: bool = False) -> MARParams:
     """A preset with random weights, or a model that `marjax.load` knows; the shipped model has real weights.
+
+    Args:
+        name: the preset or model.
+        with_vae: give a preset an autoencoder too, if it is of latents.
 
     Raises:
         ValueError, OSError: as `marjax.load`.
@@ -39,7 +47,9 @@ def load_model(name: str) -> MARParams:
         tree = jax.jit(lambda key: mar.init(config, key))(jax.random.key(0))
         # Fresh adaLN and output layers are zero, which would make the head's products trivial.
         tree = jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(jax.random.key(1), leaf.shape), tree)
-        return MARParams(mar=tree, vae=None, config=config)
+        wanted = with_vae and config.vae is not None
+        decoder = jax.jit(lambda key: vae.init(config.vae, key))(jax.random.key(2)) if wanted else None
+        return MARParams(mar=tree, vae=decoder, config=config)
     return marjax.load(name)
 
 
@@ -68,6 +78,8 @@ def main() -> None:
     parser.add_argument("--cfg", type=float, help="default: the model's")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--no-warm-up", action="store_true", help="time the first runs too, less their compilation")
+    parser.add_argument("--vae", action="store_true", help="make images, with the autoencoder, instead of latents")
+    parser.add_argument("--breakdown", action="store_true", help="also say what the parts of the model take")
     parser.add_argument("--quick", action="store_true", help="4 decode steps of 10 diffusion steps, one repeat")
     options = parser.parse_args()
     if options.quick:
@@ -75,7 +87,7 @@ def main() -> None:
 
     accels, steps = list(dict.fromkeys(options.accel)), (options.num_iter, options.num_sampling_steps)
     try:
-        params = load_model(options.model)
+        params = load_model(options.model, with_vae=options.vae)
         cfg = params.config.cfg if options.cfg is None else options.cfg
         work = {accel: flops(params, accel, *steps, cfg) for accel in accels}
     except (ValueError, OSError) as error:
@@ -83,10 +95,12 @@ def main() -> None:
     labels = np.arange(options.batch_size) % params.config.class_num
     combinations = [(accel, dtype) for dtype in dict.fromkeys(options.dtype) for accel in accels]
 
-    def variant(accel: str, dtype: str):
-        return lambda seed: marjax.sample_latents(
+    draw = marjax.sample if options.vae else marjax.sample_latents
+
+    def run(params: MARParams, key: jax.Array, accel: str, dtype: str) -> jax.Array:
+        return draw(
             params,
-            jax.random.key(seed),
+            key,
             labels,
             accel=accel,
             dtype=dtype,
@@ -94,6 +108,9 @@ def main() -> None:
             num_iter=options.num_iter,
             num_sampling_steps=options.num_sampling_steps,
         )
+
+    def variant(accel: str, dtype: str):
+        return lambda seed: run(params, jax.random.key(seed), accel, dtype)
 
     variants = {f"{accel} {dtype}": variant(accel, dtype) for accel, dtype in combinations}
     timings = interleaved(variants, options.repeats, warm_up=not options.no_warm_up)
@@ -114,6 +131,13 @@ def main() -> None:
             "flops_per_image": work[accel],
             "ratios": shares[name],
         }
+    if options.breakdown:
+        print(f"\n{'share of the time of operations':40s}", *(f"{part:>11s}" for part in (*PARTS, OTHER)))
+        for (accel, dtype), name in zip(combinations, variants, strict=True):
+            program = functools.partial(run, accel=accel, dtype=dtype)
+            seconds = results[name]["operation_seconds"] = breakdown(program, params, jax.random.key(0))
+            total = sum(seconds.values())
+            print(f"{name:40s}", *(f"{100 * part / total:9.1f} %" for part in seconds.values()))
     print(json.dumps({**vars(options), "cfg": cfg, **machine(), "results": results}))
 
 

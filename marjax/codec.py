@@ -47,6 +47,7 @@ def decode_pixels(latents: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@jax.named_scope("autoencoder")
 def latents_to_images(config: MARConfig, vae_params: PyTree, latents: Array) -> Array:
     """Latents of any model -> images.
 

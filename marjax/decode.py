@@ -94,6 +94,7 @@ def decode(
     head = diffusion_head.unstack(params["diffloss"])
     time = diffusion_head.time_embedding(head, jnp.asarray(noise_schedule.timestep_map))  # [T, W]
 
+    @jax.named_scope("head")
     def sample_tokens(z: Array, step: Rows, num_predicted: int) -> Array:
         """Z [R, P, E] -> tokens [B, P, D]."""
         cond = dense(head["cond_embed"], z.reshape(-1, z.shape[-1]))

@@ -116,6 +116,7 @@ def class_embedding(params: PyTree, labels: Array | None, batch_size: int) -> Ar
     return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
+@jax.named_scope("encoder")
 def embed(params: PyTree, tokens: Array, class_emb: Array, positions: Array) -> Array:
     """Encoder input (reference `forward_mae_encoder`, before the blocks).
 
@@ -136,6 +137,7 @@ def embed(params: PyTree, tokens: Array, class_emb: Array, positions: Array) -> 
     return norm(params["z_proj_ln"], x)
 
 
+@jax.named_scope("encoder")
 def encode(
     params: PyTree, config: MARConfig, x: Array, num_known: int | Array, *, run: Callable[..., Array] | None = None
 ) -> Array:

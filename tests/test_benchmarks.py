@@ -43,7 +43,22 @@ def test_bench_sample(run):
     exact, cached = (record["results"][name] for name in ("none bfloat16", "marche bfloat16"))
     assert cached["flops_per_image"] < exact["flops_per_image"] == record["results"]["none float32"]["flops_per_image"]
     assert len(cached["seconds"]) == 2 and cached["compile_seconds"] > 0 and exact["ratios"] == [1.0, 1.0]
+    assert "operation_seconds" not in cached
     assert cached["ratios"] == [a / b for a, b in zip(cached["seconds"], exact["seconds"], strict=True)]
+
+
+def test_breakdown(run):
+    """Of a run with twice the diffusion steps, the head takes more, and the rest does not."""
+    options = ("--num-iter", 4, "--batch-size", 2, "--repeats", 1, "--accel", "none", "lazymar", "--breakdown", "--vae")
+    few, many = (
+        json.loads(run("bench_sample", *options, "--num-sampling-steps", steps).splitlines()[-1])["results"]
+        for steps in (10, 100)
+    )
+    for name, result in few.items():
+        before, after = result["operation_seconds"], many[name]["operation_seconds"]
+        assert before["encoder"] > 0 and before["decoder"] > 0
+        assert after["head"] > 3 * before["head"] > 0
+        assert before["other"] < 0.2 * sum(before.values())
 
 
 def test_fidelity(run, tmp_path, idx_data):

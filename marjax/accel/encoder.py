@@ -42,6 +42,7 @@ def init(config: MARConfig, rows: int, room: int, dtype: jnp.dtype) -> EncoderCa
     )
 
 
+@jax.named_scope("encoder")
 def refresh(cache: EncoderCache, step: StepInput) -> tuple[EncoderCache, Array]:
     """Encodes everything.
 
@@ -59,6 +60,7 @@ def refresh(cache: EncoderCache, step: StepInput) -> tuple[EncoderCache, Array]:
     return EncoderCache(layers=layers, output=blocks.write(cache.output, x[:kept], ())), x
 
 
+@jax.named_scope("encoder")
 def advance(cache: EncoderCache, step: StepInput, *, buffers: bool) -> tuple[EncoderCache, Array]:
     """Encodes the tokens of the step before, and the buffers if asked to.
 

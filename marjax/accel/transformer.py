@@ -53,6 +53,7 @@ def init(
     return Caches(tokens=tokens, residual=jnp.zeros(shape, jnp.float32) if conditioned else None)
 
 
+@jax.named_scope("decoder")  # what is not the encoder's
 def compute(accel: Accel, caches: Caches, step: StepInput, *, trace: bool) -> tuple[Caches, Output]:
     """A step: a refresh, or a cached one, as `step.rows` says."""
     batch, segment = step.tokens.shape[0], step.segment
