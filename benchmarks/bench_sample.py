@@ -20,37 +20,16 @@ import json
 import jax
 import numpy as np
 from breakdown import OTHER, PARTS, breakdown
+from models import load_model
 from timing import interleaved, machine, ratios, spread
 
 import marjax
-from marjax import mar, vae
 from marjax.accel import resolve
 from marjax.accel.plan import StepCost, flops_per_image, plan_for
 from marjax.arguments import default_num_iter
 from marjax.cli_options import positive
 from marjax.noise_schedule import noise_schedule
 from marjax.types import DTYPES, MARParams
-
-
-def load_model(name: str, *, with_vae: bool = False) -> MARParams:
-    """A preset with random weights, or a model that `marjax.load` knows; the shipped model has real weights.
-
-    Args:
-        name: the preset or model.
-        with_vae: give a preset an autoencoder too, if it is of latents.
-
-    Raises:
-        ValueError, OSError: as `marjax.load`.
-    """
-    if name in marjax.PRESETS and name != "fashion_mnist":
-        config = marjax.get_preset(name)
-        tree = jax.jit(lambda key: mar.init(config, key))(jax.random.key(0))
-        # Fresh adaLN and output layers are zero, which would make the head's products trivial.
-        tree = jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(jax.random.key(1), leaf.shape), tree)
-        wanted = with_vae and config.vae is not None
-        decoder = jax.jit(lambda key: vae.init(config.vae, key))(jax.random.key(2)) if wanted else None
-        return MARParams(mar=tree, vae=decoder, config=config)
-    return marjax.load(name)
 
 
 def flops(params: MARParams, accel: str, num_iter: int | None, num_sampling_steps: int | None, cfg: float) -> float:

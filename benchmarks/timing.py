@@ -96,8 +96,14 @@ def ratios(timings: dict[str, Timing], base: str) -> dict[str, list[float]]:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file; makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def spread(values: list[float], digits: int = 2) -> str:

@@ -35,13 +35,18 @@ def run(monkeypatch, capsys):
     return run
 
 
+def record(out: str) -> dict:
+    """The JSON document at the end of a benchmark's output."""
+    return json.loads(out.splitlines()[-1])
+
+
 def test_bench_sample(run):
     options = ("--num-iter", 6, "--num-sampling-steps", 2, "--batch-size", 2, "--repeats", 2)
     out = run("bench_sample", *options, "--accel", "none", "marche", "--dtype", "bfloat16", "float32")
-    record = json.loads(out.splitlines()[-1])
-    assert list(record["results"]) == ["none bfloat16", "marche bfloat16", "none float32", "marche float32"]
-    exact, cached = (record["results"][name] for name in ("none bfloat16", "marche bfloat16"))
-    assert cached["flops_per_image"] < exact["flops_per_image"] == record["results"]["none float32"]["flops_per_image"]
+    results = record(out)["results"]
+    assert list(results) == ["none bfloat16", "marche bfloat16", "none float32", "marche float32"]
+    exact, cached = (results[name] for name in ("none bfloat16", "marche bfloat16"))
+    assert cached["flops_per_image"] < exact["flops_per_image"] == results["none float32"]["flops_per_image"]
     assert len(cached["seconds"]) == 2 and cached["compile_seconds"] > 0 and exact["ratios"] == [1.0, 1.0]
     assert "operation_seconds" not in cached
     assert cached["ratios"] == [a / b for a, b in zip(cached["seconds"], exact["seconds"], strict=True)]
@@ -50,10 +55,7 @@ def test_bench_sample(run):
 def test_breakdown(run):
     """Of a run with twice the diffusion steps, the head takes more, and the rest does not."""
     options = ("--num-iter", 4, "--batch-size", 2, "--repeats", 1, "--accel", "none", "lazymar", "--breakdown", "--vae")
-    few, many = (
-        json.loads(run("bench_sample", *options, "--num-sampling-steps", steps).splitlines()[-1])["results"]
-        for steps in (10, 100)
-    )
+    few, many = (record(run("bench_sample", *options, "--num-sampling-steps", steps))["results"] for steps in (10, 100))
     for name, result in few.items():
         before, after = result["operation_seconds"], many[name]["operation_seconds"]
         assert before["encoder"] > 0 and before["decoder"] > 0
@@ -61,12 +63,30 @@ def test_breakdown(run):
         assert before["other"] < 0.2 * sum(before.values())
 
 
+def test_the_other_benchmarks(run, tmp_path):
+    """Each runs with `--quick`, prints its table, and writes what its last line says."""
+    head = record(run("bench_head", "--quick", "--model", "fashion_mnist", "--out", tmp_path))
+    assert [result["rows"] for result in head["results"]] == [2, 32]
+    assert list(head["results"][0]["ms_per_step"]) == ["prepared", "step by step", "cached"]
+    attention = record(run("bench_attention", "--quick", "--model", "fashion_mnist"))
+    assert [name.partition(", ")[2] for name in attention["results"]] == [
+        *("in turn", "at once", "jax.nn"),
+        *("two-path", "renewed cache"),
+    ]
+    compiled = record(run("bench_compile", "--quick", "--accel", "none"))["results"]["none"]
+    assert compiled["second"]["compile_seconds"] < compiled["first"]["compile_seconds"]
+    assert compiled["first"]["argument_bytes"] > 6e6 and compiled["first"]["temporary_bytes"] > 1e6
+    scaling = record(run("bench_scaling", "--quick", "--out", tmp_path))["results"]
+    assert [point[0] for point in scaling["batch size"]["none"]] == [1, 2]
+    for name in ("bench_head", "bench_scaling"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
 def test_fidelity(run, tmp_path, idx_data):
     out, options = tmp_path / "out", ("--num-iter", 3, "--num-paired", 8, "--batch-size", 4, "--repeats", 1)
     options = ("--data", idx_data, "--work", tmp_path / "work", "--out", out, *options, "--accel", "none", "marche")
     run("fidelity", *options)
-    record = json.loads((out / "fidelity.json").read_text())
-    exact, cached = record["rows"]
+    exact, cached = json.loads((out / "fidelity.json").read_text())["rows"]
     assert exact["latent_error"] == 0 < cached["latent_error"] and cached["count"] == 8
     assert cached["flops"] < exact["flops"] and exact["ratios"] == [1.0]
     assert "| marche | `marche` | 3 |" in (out / "fidelity.md").read_text()
@@ -91,6 +111,8 @@ def test_fidelity(run, tmp_path, idx_data):
         ("bench_sample", ("--accel", "none", "marchee"), "Unknown accel 'marchee'"),
         ("bench_sample", ("--model", "mar_bas"), "mar_bas"),
         ("redundancy", ("--num-iter", "1"), "give at least 2"),
+        ("bench_attention", ("--model", "fashion_mnist", "--active", "205"), "must not exceed the model's 204"),
+        ("bench_scaling", ("--accel", "marchee"), "Unknown accel 'marchee'"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(name, options, message, run, idx_data, tmp_path, capsys):
@@ -105,10 +127,10 @@ def test_bad_options_are_refused_before_any_work(name, options, message, run, id
 
 def test_redundancy(run, tmp_path):
     run("redundancy", "--num-images", 2, "--num-iter", 4, "--out", tmp_path)
-    record = json.loads((tmp_path / "redundancy.json").read_text())
-    measured = {name: np.array(values, float) for name, values in record["measured"].items()}
+    written = json.loads((tmp_path / "redundancy.json").read_text())
+    measured = {name: np.array(values, float) for name, values in written["measured"].items()}
     now, last, earlier, masked, buffers = range(5)
-    assert record["groups"][masked] == "still masked" and measured["k"].shape == (3, 6, 5)
+    assert written["groups"][masked] == "still masked" and measured["k"].shape == (3, 6, 5)
     # What the decoder is given for a masked token never changes; for one that was just decoded it does.
     np.testing.assert_allclose(measured["input"][:, now], 1, atol=1e-5)
     np.testing.assert_allclose(measured["input"][:2, masked], 1, atol=1e-5)
