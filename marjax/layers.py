@@ -7,6 +7,8 @@ float32; norms, softmax and the residual stream are float32.
 
 from __future__ import annotations
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,11 @@ class LayerNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         return layer_norm(x) * scale + bias
+
+
+def gelu(x: Array) -> Array:
+    """Exact GELU, as torch computes it: by erf, which takes XLA on CPU half the time of `jax.nn.gelu`'s erfc."""
+    return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 
 def dense(params: PyTree, x: Array) -> Array:
@@ -174,7 +181,7 @@ class Block(nn.Module):
     def add_mlp(self, x: Array, *, drop: float = 0.0, key: Array | None = None) -> Array:
         """Adds the MLP of the normed stream; dropout after GELU and on the output."""
         key_hidden, key_out = (None, None) if key is None else jax.random.split(key)
-        hidden = dropout(nn.gelu(self.fc1(self.norm2(x)), approximate=False), drop, key_hidden)
+        hidden = dropout(gelu(self.fc1(self.norm2(x))), drop, key_hidden)
         return x + dropout(self.fc2(hidden), drop, key_out)
 
     def __call__(self, x: Array) -> Array:
