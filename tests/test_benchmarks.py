@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -113,6 +114,10 @@ def test_fidelity(run, tmp_path, idx_data):
         ("redundancy", ("--num-iter", "1"), "give at least 2"),
         ("bench_attention", ("--model", "fashion_mnist", "--active", "205"), "must not exceed the model's 204"),
         ("bench_scaling", ("--accel", "marchee"), "Unknown accel 'marchee'"),
+        ("bench_vs_torch", (), "--accel none needs --mar, a checkout"),
+        ("bench_vs_torch", ("--mar", "nowhere"), "--mar nowhere is no directory"),
+        ("bench_vs_torch", ("--mar", "WORK"), "there is no models/mar.py in it"),
+        ("bench_vs_torch", ("--model", "mar_bas"), "mar_bas"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(name, options, message, run, idx_data, tmp_path, capsys):
@@ -138,3 +143,43 @@ def test_redundancy(run, tmp_path):
     assert (measured["input"][1:, earlier] > measured["input"][1:, last]).all()
     assert np.isfinite(measured["v"][..., buffers]).all() and (measured["residual"] > 0).all()
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+@pytest.fixture
+def checkouts():
+    """Options that name the PyTorch repositories, which this suite cannot bring along."""
+    # Found, not imported: that is for a process of its own.
+    if missing := [name for name in ("torch", "timm") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"needs {' and '.join(missing)}: pip install torch torchvision timm==0.9.12")
+    names = {"--mar": "MARJAX_MAR_DIR", "--lazymar": "MARJAX_LAZYMAR_DIR"}
+    if missing := [name for name in names.values() if name not in os.environ]:
+        pytest.skip(f"needs checkouts of LTH14/mar and feihongyan1/LazyMAR; set {' and '.join(missing)}")
+    return [word for option, name in names.items() for word in (option, os.environ[name])]
+
+
+@pytest.mark.torch
+def test_bench_vs_torch(run, checkouts):
+    record = json.loads(run("bench_vs_torch", *checkouts, "--quick", "--no-warm-up").splitlines()[-1])
+    assert list(record["results"]) == [f"{a} {d}" for d in ("float32", "bfloat16") for a in ("none", "lazymar")]
+    for row in record["results"].values():
+        assert row["ratios"] == [a / b for a, b in zip(row["marjax_seconds"], row["torch_seconds"], strict=True)]
+        assert len(row["ratios"]) == 1 and row["compile_seconds"] > 0
+    exact, lazy = record["checks"]["none"], record["checks"]["lazymar"]
+    assert max(exact["largest"], lazy["largest"]) < 1e-3 < lazy["from_exact"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--num-iter", "32"), "LazyMAR's code is written for --num-iter 64, by which its table"),
+        (("--cfg", "1", "--model", "tiny"), "guidance, so --cfg other than 1; for buffer_size=64"),
+        (("--model", "fashion_mnist"), "clips what its head predicts"),
+        (("--cfg", "-1"), "cfg"),
+        (("--num-sampling-steps", "1"), "num_sampling_steps"),
+    ],
+)
+def test_bench_vs_torch_refuses_what_one_side_cannot_do(options, message, run, checkouts, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("bench_vs_torch", *checkouts, *options)
+    assert message in capsys.readouterr().err
