@@ -13,13 +13,16 @@ Every subject has a process of its own, and they take turns. A round runs each p
 after one another, first the one and in the next round first the other; ratios are those of runs of one round. Each
 side draws its own orders and noise. Compilation is timed apart. The autoencoder is left out.
 
-Weights are random: the PyTorch model's own initialisation, Xavier's in place of the zeros it leaves in its head, and
-normal noise of 0.02 on everything. They reach marjax through `marjax.convert.from_state_dict`. Time does not depend on
-them. The latents of such a model are large, since its head predicts no noise and sampling begins by multiplying what is
-left of it, by 316 with 100 diffusion steps and by thousands with few. So they are compared relatively: both sides get
-the same orders and noise, in float32, and what is printed is how far any number of the latents is from PyTorch's, in
-units of the latents' root mean square. That has to stay below 0.001. For scale, the distance of LazyMAR's latents from
-the exact model's is printed too (norm of the difference over norm).
+Weights are random: the PyTorch model's own initialisation and normal noise of 0.02 on everything, with a head that
+predicts roughly the noise in its input and a little that varies with time and condition (`torch_side.predict_noise`).
+They reach marjax through `marjax.convert.from_state_dict`. Time does not depend on them.
+
+Latents are compared in float32 with the same orders and noise on both sides, and diffusion steps that leave the last
+timesteps out: there, sampling multiplies whatever a random head gets wrong by 316 (100 steps) or thousands (few), and
+what the later steps do would drown in that. Without them, and with that head, latents are of order 1. What is printed
+is how far any number of marjax's latents is from PyTorch's, in units of the latents' root mean square, which has to
+stay below 0.001. For scale: with --quick a temperature of 0.99 in place of 1 makes 0.04; and the distance of LazyMAR's
+latents from the exact model's is printed too (norm of the difference over norm).
 
 LazyMAR's code is written for guidance, 64 steps, 64 buffers, at most 256 tokens, and encoders as deep as the decoder.
 The last line of the output is one JSON document; the exit code is 1 if latents differ.
@@ -225,12 +228,14 @@ class Subjects:
         order = rng.permuted(np.tile(np.arange(seq_len), (batch, 1)), axis=1)
         noise = rng.standard_normal((batch, seq_len, self._num_steps + 1, self._config.token_dim), np.float32)
         draws = list(torch_draws(noise, order, self._num_iter))
+        spacing = ",".join(["1"] * self._num_steps)  # the first timestep of each of so many sections
         checks, latents = {}, {}
         for accel, worker in self._torch.items():
             # The PyTorch code generates from the end of its order to the start.
             backwards = np.ascontiguousarray(order[:, ::-1])
-            expected = worker.call("replay", self._labels, self._options, backwards, draws)
-            actual = self._marjax.call("replay", self._labels, self._marjax_options(accel), order, noise)
+            expected = worker.call("replay", self._labels, self._options, spacing, backwards, draws)
+            options = {**self._marjax_options(accel), "num_sampling_steps": spacing}
+            actual = self._marjax.call("replay", self._labels, options, order, noise)
             rms = float(np.sqrt(np.mean(np.square(expected, dtype=np.float64))))
             error = actual.astype(np.float64) - expected
             checks[accel] = {

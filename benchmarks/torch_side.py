@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import os
 import resource
 import sys
@@ -61,29 +62,31 @@ class Side:
         norm = functools.partial(torch.nn.LayerNorm, eps=1e-6)
         extra = {"lazy_mar": True} if lazy else {}
         self._model = module.MAR(**sizes, norm_layer=norm, num_sampling_steps=str(num_sampling_steps), **extra).eval()
+        self._diffusion = importlib.import_module("diffusion_cached" if lazy else "diffusion")
         self._extra = {"args": SimpleNamespace(device="cpu", lazy_mar=True)} if lazy else {}
 
     @torch.no_grad()
     def make_weights(self, path: Path) -> None:
         """Draws weights and writes the state dict; `bench_vs_torch.py` says which weights, and why."""
         torch.manual_seed(0)
-        for module in self._model.modules():
-            if isinstance(module, torch.nn.Linear) and not module.weight.any():
-                torch.nn.init.xavier_uniform_(module.weight)
         for parameter in self._model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        predict_noise(self._model.diffloss.net)
         save_file(self._model.state_dict(), path)
 
     def load(self, path: Path) -> None:
         """Reads a state dict."""
         self._model.load_state_dict(load_file(path), strict=True)
 
-    def replay(self, labels: np.ndarray, options: dict, order: np.ndarray, draws: list[np.ndarray]) -> np.ndarray:
+    def replay(
+        self, labels: np.ndarray, options: dict, spacing: str, order: np.ndarray, draws: list[np.ndarray]
+    ) -> np.ndarray:
         """Float32 latents [B, h, w, c] of given noise.
 
         Args:
             labels: [B] classes.
             options: of `sample_tokens`.
+            spacing: the diffusion steps, in the place of the model's own.
             order: [B, S] image positions, in the order in which this code reads them: the last is generated first.
             draws: per decode step [T + 1, rows, D], rows by image and then by position.
         """
@@ -98,9 +101,11 @@ class Side:
             return rows
 
         orders = torch.from_numpy(order)
+        diffusion = self._diffusion.create_diffusion(timestep_respacing=spacing, noise_schedule="cosine")
         with (
             mock.patch.multiple(torch, randn=draw, randn_like=lambda x: draw(*x.shape)),
             mock.patch.object(self._model, "sample_orders", lambda *_: orders),
+            mock.patch.object(self._model.diffloss, "gen_diffusion", diffusion),
         ):
             latents = self._sample(labels, options, "float32")
         if next(left, None) is not None:
@@ -131,6 +136,26 @@ class Side:
             return self._model.sample_tokens(
                 bsz=len(labels), labels=torch.from_numpy(labels).long(), **options, **self._extra
             )
+
+
+def predict_noise(head: torch.nn.Module, share: float = 0.02) -> None:
+    """Makes a random head predict noise as a trained one does: of unit data, nearly x itself, plus little that varies.
+
+    Its last LayerNorm would lose the length of x. So x is a small `share` of what goes through it and the rest is
+    constant, each in directions of its own, of which the last layer reads those of x. What time and condition add is
+    smaller still.
+    """
+    out, (width, dim) = head.final_layer.linear, head.input_proj.weight.shape
+    for block in (*head.res_blocks, head.final_layer):
+        for parameter in block.adaLN_modulation.parameters():
+            parameter.normal_(std=0.1 * share)
+    # Orthonormal: that of the mean, which the LayerNorm takes away, a constant, and one for each channel.
+    basis, _ = torch.linalg.qr(torch.cat([torch.ones(width, 1), torch.randn(width, 1 + dim)], dim=1))
+    constant, channels = basis[:, 1] * math.sqrt(width), basis[:, 2:]
+    head.input_proj.bias.copy_(constant)
+    head.input_proj.weight.copy_(channels * math.sqrt(width) * share)
+    out.weight[:dim] = channels.T / (math.sqrt(width) * share)
+    out.bias[:dim] = 0
 
 
 @contextlib.contextmanager
