@@ -21,7 +21,7 @@ import time
 
 import jax
 import numpy as np
-from models import random_model
+from presets import random_model
 from timing import machine
 
 import marjax

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from curves import Panel, draw
-from models import random_model
+from presets import random_model
 from timing import interleaved, machine, spread
 
 import marjax

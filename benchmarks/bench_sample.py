@@ -20,7 +20,7 @@ import json
 import jax
 import numpy as np
 from breakdown import OTHER, PARTS, breakdown
-from models import load_model
+from presets import load_model
 from timing import interleaved, machine, ratios, spread
 
 import marjax

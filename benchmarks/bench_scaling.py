@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from curves import Panel, draw
-from models import random_model
+from presets import random_model
 from timing import interleaved, machine
 
 import marjax
