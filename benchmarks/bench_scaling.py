@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--num-sampling-steps", type=positive, default=20)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/bench_scaling"), help="directory of the picture")
-    parser.add_argument("--quick", action="store_true", help="two batch sizes and widths, few steps, one repeat, exact only")
+    parser.add_argument("--quick", action="store_true", help="two batch sizes and widths, few steps, exact only")
     options = parser.parse_args()
     axes, centre = AXES, CENTRE
     if options.quick:
