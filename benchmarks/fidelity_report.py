@@ -121,16 +121,30 @@ def table(results: list[dict[str, Any]], suffix: str) -> list[str]:
 
 
 def picture(path: Path, results: list[dict[str, Any]]) -> None:
-    """Fréchet distance against time, one point per row."""
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for result in (result for result in results if "ratios" in result):
-        x, y = statistics.median(result["ratios"]), result["frechet_distance"]
-        family = result["name"].partition(":")[0].partition(",")[0].partition(" +")[0]
-        color = {"exact": "black", "LazyMAR": "tab:orange", "MARché": "tab:blue"}.get(family, "tab:green")
-        axes.plot(x, y, "o" if result["headline"] else ".", color=color)
-        short = result["name"].removeprefix(f"{family}: ")
-        axes.annotate(short, (x, y), fontsize=7, xytext=(4, 2), textcoords="offset points", color=color)
-    axes.set(xlabel="time per image, as a share of exact", ylabel="Fréchet distance", yscale="log")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=140)
+    """Fréchet distance and latent error against time: one point per row, numbered as in the key."""
+    timed = [result for result in results if "ratios" in result]
+    figure, (*panels, key) = plt.subplots(1, 3, figsize=(15, 6.5), width_ratios=(5, 5, 3), layout="constrained")
+    for axes, value, title, scale in zip(
+        panels,
+        ("frechet_distance", "latent_error"),
+        ("Fréchet distance", "latent error"),
+        ("log", "linear"),
+        strict=True,
+    ):
+        for number, result in enumerate(timed, start=1):
+            point, color = (statistics.median(result["ratios"]), result[value]), color_of(result)
+            axes.plot(*point, "o" if result["headline"] else ".", color=color)
+            axes.annotate(number, point, fontsize=7, xytext=(3, 3), textcoords="offset points", color=color)
+        axes.set(xlabel="time per image, as a share of exact", ylabel=title, yscale=scale)
+        axes.grid(alpha=0.3, which="both")
+    key.axis("off")
+    for number, result in enumerate(timed, start=1):
+        key.text(0, 1 - number / (len(timed) + 1), f"{number}  {result['name']}", fontsize=8, color=color_of(result))
+    figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def color_of(result: dict[str, Any]) -> str:
+    """Colour of a row's family, by the start of its name."""
+    family = result["name"].partition(":")[0].partition(",")[0].partition(" +")[0]
+    return {"exact": "black", "LazyMAR": "tab:orange", "MARché": "tab:blue"}.get(family, "tab:green")
