@@ -37,6 +37,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs PyTorch: pip install torch"))
 
 
+@pytest.fixture(autouse=True)
+def _room_for_programs():
+    """Forgets compiled programs before they are too many: each takes memory maps, without which XLA crashes."""
+    yield
+    maps = Path("/proc/self/maps")  # Linux allows a process 65,530
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 25_000:
+        jax.clear_caches()
+
+
 @functools.cache
 def _load_golden(name: str) -> dict[str, np.ndarray]:
     path = GOLDEN / name
