@@ -124,12 +124,13 @@ def picture(path: Path, results: list[dict[str, Any]]) -> None:
     """Fréchet distance and latent error against time: one point per row, numbered as in the key."""
     timed = [result for result in results if "ratios" in result]
     figure, (*panels, key) = plt.subplots(1, 3, figsize=(15, 6.5), width_ratios=(5, 5, 3), layout="constrained")
-    for axes, value in zip(panels, ("frechet_distance", "latent_error"), strict=True):
+    titles = {"frechet_distance": "Fréchet distance", "latent_error": "latent error"}
+    for axes, (value, title) in zip(panels, titles.items(), strict=True):
         for number, result in enumerate(timed, start=1):
             point, color = (statistics.median(result["ratios"]), result[value]), color_of(result)
             axes.plot(*point, "o" if result["headline"] else ".", color=color)
             axes.annotate(number, point, fontsize=7, xytext=(3, 3), textcoords="offset points", color=color)
-        axes.set(xlabel="time per image, as a share of exact", ylabel=value.replace("_", " "))
+        axes.set(xlabel="time per image, as a share of exact", ylabel=title)
         axes.grid(alpha=0.3, which="both")
     panels[0].set_yscale("log")
     key.axis("off")
